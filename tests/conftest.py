@@ -12,15 +12,21 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-import torch
 from _pytest.doctest import DoctestModule
-from tiers import is_without_tests_of, mark_campaign
+from tiers import TOGETHER, is_of_today, is_without_tests_of, mark_campaign
 
-from trak_lite.evaluation import linear_datamodeling_score
-
-torch.set_num_threads(1)
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
 
+USE_ROWS = {"cli", "methods", "report", "retraining", "run", "scoring", "selection", "serve", "unrolled"}
+USE_ROWS |= {
+    "test_ekfac",
+    "test_fisher",
+    "test_growing_data",
+    "test_iterative_solvers",
+    "test_normalized_features",
+}
+"""Rooms and files that only use rows: gradients are compared in those that compute them, and by the attributor's."""
+PACKAGE = Path(__file__).parents[1] / "trak_lite"
 MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     # Files in memory: a run makes some 50,000, which cost a third of the time there, and no wait for a disk.
@@ -38,6 +44,7 @@ def _cheap() -> Iterator[None]:
     A sync matters to a power cut alone; ``test_store_disk`` records the syncs. Those that do nothing need no threads.
     """
     at_once = resolve_name("trak_lite.store.disk.files:_at_once")
+    lds = resolve_name("trak_lite.evaluation:linear_datamodeling_score")
 
     def in_turn(calls: Sequence[Callable[[], None]]) -> None:
         for some in [[call] for call in calls] if os.fsync is _unsynced else [calls]:
@@ -45,8 +52,9 @@ def _cheap() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
-        cheap = partial(linear_datamodeling_score, num_resamples=100)
-        patched.setattr("trak_lite.retraining.one_run.linear_datamodeling_score", cheap)
+        patched.setattr(
+            "trak_lite.retraining.one_run.linear_datamodeling_score", partial(lds, num_resamples=100)
+        )
         patched.setattr("trak_lite.store.disk.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
         yield
@@ -57,16 +65,39 @@ def _few_comparisons(request: pytest.FixtureRequest) -> Iterator[None]:
     """The self-check compares one sample of a first batch in place of eight, and few later batches.
 
     Where it is not the check that is tested: each sample costs a backward pass, and those of batches 2, 4 and 8 would
-    be as many passes as those of the batches of a test that featurizes a few rows.
+    be as many passes as those of the batches of a test that featurizes a few rows. It compares nothing in rooms that
+    only use rows, whose tests hold what is made of them against dense arrays.
     """
     place = {request.path.stem, request.path.relative_to(Path(__file__).parent).parts[0]}
     with pytest.MonkeyPatch.context() as patched:
+        if place & USE_ROWS:
+            for module in ("_base", "hooks.computer"):
+                patched.setattr(f"trak_lite.gradient_computers.{module}.compare", lambda *_: None)
         if not place & {"device", "test_replays", "test_self_check", "zoo"}:
             patched.setattr("trak_lite.gradient_computers.self_check._SAMPLES_AT_FIRST", 1)
             patched.setattr(
                 "trak_lite.gradient_computers.self_check.is_scheduled", lambda number: number % 64 == 0
             )
         yield
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Leave torch to those who run tests: xdist's first process starts them, and would import it before that."""
+    if not session.config.pluginmanager.hasplugin("dsession"):
+        resolve_name("torch").set_num_threads(1)
+
+
+class Examples:
+    """Modules of the package without an example are not imported to look for one."""
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        inside = collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE)
+        return (inside and ">>>" not in collection_path.read_text(encoding="utf-8")) or None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register what is asked outside this folder as well."""
+    config.pluginmanager.register(Examples())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -98,12 +129,18 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the campaign; skip what needs a GPU, with the reason, where there is none."""
     mark_campaign(items)
+    goldens = [item for item in items if item.path.parent.name == "goldens" and "campaign" in item.keywords]
+    others = [item for number, item in enumerate(goldens) if not is_of_today(number)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+    if config.option.markexpr == "not campaign":
+        items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(TOGETHER))
     # Last: the hook with which they watch Python cannot be removed, and every later event would call it.
     items.sort(key=lambda item: item.path.name == "test_cli_security.py")
-    if torch.cuda.is_available():
+    if resolve_name("torch").cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here")
     for item in items:

@@ -175,3 +175,12 @@ def top_k(scores: Array, k: int, *, sign: str = "helpful") -> tuple[Array, Array
     """Return rows and scores ``(M, k)`` of the best train rows per target; of ties the lower row first."""
     order = np.argsort(-scores if sign == "helpful" else scores, axis=0, kind="stable")[:k]
     return order.T, np.take_along_axis(scores, order, axis=0).T
+
+
+def spearman(one: Array, other: Array) -> float:
+    """Return the correlation of ranks, of ties their mean rank: scipy's, whose import takes a second."""
+    ranks = []
+    for values in (one, other):
+        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place])
+    return float(np.corrcoef(*ranks)[0, 1])

@@ -375,19 +375,25 @@ CONTEXTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory):
+    """A run outside all contexts: its attributor, its best scores, those of a fit, and streamed ones."""
+    made = attributor(tmp_path_factory.mktemp("outside") / "a.zarr")
+    made.featurize(TRAIN, checkpoints=states())
+    best, fitted = made.score(TARGETS, dense=False).top(3), made.score(TARGETS, method="EKFAC").numpy()
+    return made, best, fitted, made.stream_scores(TRAIN, TARGETS, checkpoints=states()).numpy()
+
+
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-def test_contexts_of_the_caller_change_no_number(tmp_path, context, expected):
+def test_contexts_of_the_caller_change_no_number(tmp_path, context, expected, outside):
     """Of rows, fits, scores, and scores that are computed on access; autocast rounds to 8 bits."""
-    made, again = attributor(tmp_path / "a.zarr"), attributor(tmp_path / "b.zarr")
-    other, given = {"method": "EKFAC"}, states()
-    made.featurize(TRAIN, checkpoints=given)
-    best, fitted = made.score(TARGETS, dense=False).top(3), made.score(TARGETS, **other).numpy()
-    streamed = made.stream_scores(TRAIN, TARGETS, checkpoints=given).numpy()
+    made, best, fitted, streamed = outside
+    again, given = attributor(tmp_path / "b.zarr"), states()
 
     with context():
         again.featurize(TRAIN, checkpoints=given)
         np.testing.assert_array_equal(again.score(TARGETS).numpy(), expected)
-        np.testing.assert_array_equal(again.score(TARGETS, **other).numpy(), fitted)
+        np.testing.assert_array_equal(again.score(TARGETS, method="EKFAC").numpy(), fitted)
         np.testing.assert_array_equal(made.score(TARGETS, dense=False).top(3).scores, best.scores)
         found = again.stream_scores(TRAIN, TARGETS, checkpoints=given).numpy()
         np.testing.assert_array_equal(found, streamed)

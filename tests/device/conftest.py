@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import stand_in
 import torch
+from tiers import is_of_today
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LIBRARY = os.environ.get("TRAK_LITE_STAND_IN")
@@ -16,17 +17,12 @@ if LIBRARY:
     stand_in.load(Path(LIBRARY))
 
 
-PART = os.environ.get("TRAK_LITE_PART", "0/1")
-"""``k/n``: of functions with many cases, every n-th case from case k is run. ``.ci/run`` takes another k every day."""
-
-
 def pytest_collection_modifyitems(config, items):
-    part, parts = map(int, PART.split("/"))
     counts, left_out = Counter(), set()
     for item in items:
         if LIBRARY and hasattr(item, "callspec"):
             counts[item.function] += 1
-            if counts[item.function] % parts != part:
+            if not is_of_today(counts[item.function]):
                 left_out.add(item)
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]

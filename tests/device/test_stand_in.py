@@ -1,4 +1,4 @@
-"""Runs the tests of this folder on the stand-in accelerator, each file in a process: a device's name is a process's."""
+"""Runs the tests of this folder on the stand-in accelerator, in processes: a device's name is a process's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import stand_in
 
 FOLDER = Path(__file__).parent
 LIBRARY = "TRAK_LITE_STAND_IN"
-FILES = sorted(path.name for path in FOLDER.glob("test_device_*.py"))
+COUNTS = FOLDER / "test_device_counts.py"
+OTHERS = sorted(set(FOLDER.glob("test_device_*.py")) - {COUNTS})
 
 pytestmark = [
     pytest.mark.skipif(stand_in.why_unbuildable() is not None, reason=str(stand_in.why_unbuildable())),
@@ -20,11 +21,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_product_runs_on_an_accelerator(file, library):
+@pytest.mark.parametrize("files", [[COUNTS], OTHERS], ids=["device_counts", "others"])
+def test_the_product_runs_on_an_accelerator(files, library):
     options = ["-q", "-p", "no:xdist", "--tb=short", "-rs"]
     environment = {**os.environ, LIBRARY: str(library), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *options, str(FOLDER / file)]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     done = subprocess.run(command, env=environment, cwd=FOLDER.parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
     assert " passed" in done.stdout

@@ -204,7 +204,7 @@ def test_a_target_without_a_gradient_needs_no_iteration():
 
 def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
     """Stored targets are found again without the train data."""
-    model, method = prepared(), CG(damping=3.0, tolerance=1e-5, max_iterations=100)
+    model, method = prepared(), CG(damping=30.0, tolerance=1e-5, max_iterations=100)
     made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
     made.featurize(TRAIN)
 

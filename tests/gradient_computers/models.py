@@ -424,7 +424,7 @@ def assert_exact_in_every_batch(case: Exact) -> None:
     computer = HookGradientComputer(model, resolve_task(case.output), **case.settings)
 
     *batches, last = [cast(batch() if callable(batch) else batch, torch.float64) for batch in case.batches]
-    for batch in batches or [last]:
+    for batch in batches:
         assert_exact(model, copy.deepcopy(batch), case.output, computer=computer)
     assert_steady(computer, last, by_loop(model, case.output, copy.deepcopy(last)))
     for name, why in case.why.items():

@@ -406,7 +406,7 @@ def check_drawn(layer: str, data: st.DataObject) -> None:
 
 
 @every_layer
-@drawn(max_examples=6)
+@drawn(max_examples=4)
 @given(data=st.data())
 def test_a_layer_at_any_options_equals_the_loop(layer: str, data: st.DataObject) -> None:
     check_drawn(layer, data)

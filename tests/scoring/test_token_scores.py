@@ -292,7 +292,7 @@ class Weighted(LanguageModel):
 
 
 @pytest.mark.parametrize("method", [GradDot(), TRAK(damping=0.1)])
-def test_tokens_of_texts_with_a_column_of_strings_have_the_scores_of_a_column_of_numbers(method):
+def test_tokens_of_texts_with_a_column_of_strings_have_the_scores_of_numbers(method):
     found = []
     for as_source in (str, lambda number: torch.tensor(float(number))):
         data = [

@@ -130,8 +130,11 @@ def checkpoint_products(
             x = rows.train[c][:, start:stop].astype(np.float64)
             t = rows.targets[c][:, start:stop].astype(np.float64)
             if name == "GradCos":
-                x = x / np.linalg.norm(x, axis=1, keepdims=True)
-                t = t / np.linalg.norm(t, axis=1, keepdims=True)
+                norms = (np.linalg.norm(part, axis=1, keepdims=True) for part in (x, t))
+                # Rows of int4 may be zero in a segment.
+                x, t = (
+                    part / np.where(norm > 0, norm, 1.0) for part, norm in zip((x, t), norms, strict=True)
+                )
             inverse = np.eye(stop - start)
             if name in KERNELS:
                 weights = rows.w[c].astype(np.float64) if name == "GaussNewton" else np.ones(len(x))

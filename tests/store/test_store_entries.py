@@ -45,9 +45,7 @@ def machines(request, tmp_path):
     return [remote_place(tmp_path, f"staging-{number}") for number in range(2)]
 
 
-def test_verdicts_and_fits_are_where_the_rows_are_until_their_scores_or_checkpoint_are_dropped(
-    machines, tmp_path
-):
+def test_verdicts_and_fits_are_beside_the_rows_until_their_scores_or_checkpoint_go(machines, tmp_path):
     """Another machine reads the verdict and the fit of the first one, and fits nothing again."""
     here, there = machines
     first = attributor(here)
