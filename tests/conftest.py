@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 import torch
 from _pytest.doctest import DoctestModule
 from tiers import is_without_tests_of, mark_campaign
-
-from trak_lite.evaluation import linear_datamodeling_score
 
 torch.set_num_threads(1)
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
@@ -45,8 +42,6 @@ def _cheap() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
-        cheap = partial(linear_datamodeling_score, num_resamples=100)
-        patched.setattr("trak_lite.retraining.one_run.linear_datamodeling_score", cheap)
         patched.setattr("trak_lite.store.disk.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
         yield
