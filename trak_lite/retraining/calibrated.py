@@ -129,9 +129,8 @@ def calibrate(
         )
     masks = subset_masks(num_rows, num_subsets, seed=seed)
     outputs = summed_over(teacher, masks)
-    settings = scores.run.settings
     with scores.run.workspace.reading() as store:
-        rows = source_of_stored(store, scores, settings)
+        rows = source_of_stored(store, scores)
         made = _Fit(rows, SubsetSums(rows, masks), chosen)
     fitted, held_out = np.arange(0, count, 2), np.arange(1, count, 2)
     weights = fit_weights(made.parts[:, :, fitted], outputs[:, fitted], made.prior, across="targets")

@@ -122,7 +122,7 @@ def verify(
     check_budget(budget)
 
     def decide(retrain: Retrain, entries: ScoreEntries) -> dict[str, Any]:
-        source = source_of_stored(entries.store, scores, scores.run.settings)
+        source = source_of_stored(entries.store, scores)
         if calibrate:
             require_kernel(source)
         masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
@@ -198,7 +198,7 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
             "verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
-        matrix = calibrated_matrix(source_of_stored(store, scores, scores.run.settings), calibration)
+        matrix = calibrated_matrix(source_of_stored(store, scores), calibration)
     held_out = f"{calibration.num_held_out} held-out {calibration.across}"
     settings = {**scores.settings, "calibrated_on": held_out}
     record = ScoreRecord(scores.name, scores.method, scores.manifest, settings, task=scores.task)

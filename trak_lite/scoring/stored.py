@@ -77,10 +77,9 @@ def stored_scores(
     return Scores.from_record(_record(workspace, settings, source, run, stored=dense))
 
 
-def source_of_stored(
-    store: AbstractFeatureStore, scores: Scores, settings: AttributorSettings | StoredSettings
-) -> ScoreSource:
+def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
+    settings = scores.run.settings
     path = tables.score_path(scores.name, scores.method, settings.method)
     digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
     train = list(tables.complete_tables(store, digests).values())
