@@ -281,7 +281,7 @@ class TRAKer:
         ids = self._ids(model_ids)
         for model_id in ids:
             self._train_table(model_id)
-        for _ in self._kernels(ids):
+        for _ in self._kernels(ids):  # which are stored
             pass
         if self._train is not None:
             self._train.position = 0
@@ -393,7 +393,8 @@ class TRAKer:
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
         self.scores = scores.read(tables.SCORES)
         if store.writable:  # scripts of the original open this file
-            with whole_file(self.save_dir / "scores" / f"{exp_name}.mmap") as path, path.open("wb") as file:
+            path = (self.save_dir / "scores").resolve() / f"{exp_name}.mmap"
+            with whole_file(path) as partial, partial.open("wb") as file:
                 np.save(file, self.scores)
         if self._target is not None:
             self._target.position = 0
