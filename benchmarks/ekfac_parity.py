@@ -34,9 +34,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import measuring
 from benchmarks.projection_quality import digits
-from trak_lite.featurizing.kronecker.curvature import KroneckerCurvature
+from trak_lite.featurizing.kronecker.curvature import (
+    KroneckerCurvature,
+    PreconditionedProjector,
+    Preconditioner,
+)
 from trak_lite.featurizing.kronecker.fit import fit_curvature
-from trak_lite.featurizing.kronecker.precondition import PreconditionedProjector, Preconditioner
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import ImageClassificationModelOutput

@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -44,7 +43,6 @@ def _cheap() -> Iterator[None]:
     A sync matters to a power cut alone; ``test_store_disk`` records the syncs. Those that do nothing need no threads.
     """
     at_once = resolve_name("trak_lite.store.disk.files:_at_once")
-    lds = resolve_name("trak_lite.evaluation:linear_datamodeling_score")
 
     def in_turn(calls: Sequence[Callable[[], None]]) -> None:
         for some in [[call] for call in calls] if os.fsync is _unsynced else [calls]:
@@ -52,9 +50,6 @@ def _cheap() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
-        patched.setattr(
-            "trak_lite.retraining.one_run.linear_datamodeling_score", partial(lds, num_resamples=100)
-        )
         patched.setattr("trak_lite.store.disk.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
         yield

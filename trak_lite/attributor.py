@@ -39,7 +39,8 @@ from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, 
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.planning import Plan, planned
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.stored import ScoreResult, drop_scores, score_source, stored_scores
+from trak_lite.scoring.source import ScoreSource
+from trak_lite.scoring.stored import ScoreResult, drop_scores, stored_scores
 from trak_lite.scoring.unprojected import (
     MAX_BYTES,
     Refine,
@@ -526,8 +527,11 @@ class Attributor:
                 )
             if isinstance(checkpoints, Iterator):  # the parts of the method read them too
                 checkpoints = list(checkpoints)
-            source = checkpoints, checkpoint_loader
-            return self._score_matrix(chosen, run, data, name, source, task=task, batch_size=batch_size)
+            more: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
+            score = partial(self.score, data, name, task=task, batch_size=batch_size, **more)
+            parts = _Parts(run, run.rows(data, "the targets", batch_size), name, score)
+            targets = run.targets(data, batch_size)
+            return self._score_matrix(chosen, targets, parts, (checkpoints, checkpoint_loader))
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -558,7 +562,7 @@ class Attributor:
 
     @contextmanager
     def _scoring(
-        self, run: Run, targets: Rows, name: str, method: AbstractMethod, source: KnownSource
+        self, run: Run, targets: Rows, name: str, method: AbstractMethod, checkpoints: KnownSource
     ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
         """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
 
@@ -571,30 +575,27 @@ class Attributor:
         ):
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
-            if source[0] is not None:
-                used = [target_set.add(checkpoint, known) for checkpoint in iterate_checkpoints(*source)]
+            if checkpoints[0] is not None:
+                used = [target_set.add(one, known) for one in iterate_checkpoints(*checkpoints)]
             train = tables.complete_tables(session.store, used, known)
             if used is None and len(set(method.weights(len(train)))) > 1:
                 tables.require_order(train, self._run.last)
-            stored = score_source(session.store, train.values(), name, method, self._settings, ranks=ranks)
-            yield target_set, train, ScoreResult(stored, self.method, target_set.identity, len(targets))
+            source = ScoreSource(
+                *(session.store, list(train.values()), name, method),
+                layout=self._settings.layout,
+                device=self.device,
+                ranks=ranks,
+            )
+            yield target_set, train, ScoreResult(source, self.method, target_set.identity, len(targets))
 
     def _score_matrix(
-        self,
-        method: AbstractMethod,
-        run: Run,
-        data: Any,
-        name: str,
-        source: KnownSource,
-        *,
-        task: Task | None,
-        batch_size: int | None,
+        self, method: AbstractMethod, targets: Rows, parts: _Parts, checkpoints: KnownSource
     ) -> Scores:
         """Return the scores of a method that gives a whole matrix: the stored ones, or those that it makes."""
-        targets = run.targets(data, batch_size)
         made: MadeScores | None = None
         while True:
-            with self._scoring(run, targets, name, method, source) as (target_set, train, result):
+            opened = self._scoring(parts.run, targets, parts.name, method, checkpoints)
+            with opened as (target_set, train, result):
                 target_set.find(train)
                 target_set.compare(train)
                 ranks = result.source.ranks
@@ -602,11 +603,8 @@ class Attributor:
                 if not finished and made is not None:
                     ranks.broadcast("the scores", partial(result.put, made))
                 if finished or made is not None:
-                    return result.scores(run, dense=True)
-            # Between two sessions, because the parts open their own.
-            given: dict[str, Any] = {"checkpoints": source[0], "checkpoint_loader": source[1]}
-            score = partial(self.score, data, name, task=task, batch_size=batch_size, **given)
-            made = method.matrix(_Parts(run, run.rows(data, "the targets", batch_size), name, score))
+                    return result.scores(parts.run, dense=True)
+            made = method.matrix(parts)  # between two sessions, because the parts open their own
 
     def stream_scores(
         self,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import operator
-import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +64,7 @@ from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
@@ -169,9 +169,8 @@ class TRAKer:
         """Autograd's counters of what is written to them, which tell changes without reading a weight."""
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
-        self._singular: dict[int, int] = {}
-        """Rank of the kernel, for every model id whose kernel was pseudo-inverted."""
         self._warned: set[int] = set()
+        """Model ids whose kernel has no inverse, of which the log tells."""
         self._workspace = Workspace(str(self.save_dir / "trak.zarr"))
         # Release the locks on garbage collection: notebooks create a second TRAKer under the same variable name.
         self._closer = weakref.finalize(self, self._workspace.close)
@@ -282,9 +281,8 @@ class TRAKer:
         ids = self._ids(model_ids)
         for model_id in ids:
             self._train_table(model_id)
-        for model_id in ids:
-            self._kernels(model_id)
-        self._warn_of_singular_kernels()
+        for _ in self._kernels(ids):  # which are stored
+            pass
         if self._train is not None:
             self._train.position = 0
 
@@ -382,36 +380,25 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once, so another choice of checkpoints or lambda needs another path.
-        path = tables.path_of("scores", exp_name, identity=fingerprint)
+        table_path = tables.path_of("scores", exp_name, identity=fingerprint)
         spec = tables.score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
-        scores = self._workspace.table(path) or store.create_table(path, spec)
+        scores = self._workspace.table(table_path) or store.create_table(table_path, spec)
         if not scores.complete:
             terms = []
-            for model_id, rows, table in zip(ids, train, targets, strict=True):
+            for kernels, rows, table in zip(self._kernels(ids), train, targets, strict=True):
                 features = torch.from_numpy(table.read(tables.FEATURES)).to(self.device)
-                solved = precondition(features, self._kernels(model_id), layout=self._layout).float()
+                solved = precondition(features, kernels, layout=self._layout).float()
                 terms.append(ScoreTerm(rows, solved / len(ids)))
             with self._locks_for_success_only():
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
-            self._warn_of_singular_kernels()
         self.scores = scores.read(tables.SCORES)
-        if store.writable:
-            self._save_as_the_original(exp_name)
+        if store.writable:  # scripts of the original open this file
+            path = (self.save_dir / "scores").resolve() / f"{exp_name}.mmap"
+            with whole_file(path) as partial, partial.open("wb") as file:
+                np.save(file, self.scores)
         if self._target is not None:
             self._target.position = 0
         return self.scores
-
-    def _save_as_the_original(self, exp_name: str) -> None:
-        """Write the latest scores of an experiment to the ``.npy`` file that the original's scripts open."""
-        path = self.save_dir / "scores" / f"{exp_name}.mmap"
-        path.parent.mkdir(exist_ok=True)
-        scratch = path.with_name(f"{path.name}.new-{os.getpid()}")
-        try:
-            with scratch.open("wb") as file:
-                np.save(file, self.scores)
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- settings
 
@@ -632,25 +619,23 @@ class TRAKer:
     def _grams(self) -> Grams:
         return Grams(self._workspace.store(), self._kernel, self._layout, self.device, stores_all=True)
 
-    def _kernels(self, model_id: int) -> list[SegmentKernel]:
-        """Return the kernel of an id, one per segment; record the rank of a pseudo-inverse."""
-        kernels = self._grams().kernels(self._train_table(model_id), allow_singular=True)
-        if any(kernel.is_pseudo_inverse for kernel in kernels):
-            self._singular[model_id] = sum(kernel.factor.shape[1] for kernel in kernels if kernel.multiplier)
-        return kernels
-
-    def _warn_of_singular_kernels(self) -> None:
-        """Warn of kernels that were pseudo-inverted, once per id."""
-        new = {model_id: rank for model_id, rank in self._singular.items() if model_id not in self._warned}
-        self._warned.update(new)
-        if new:
+    def _kernels(self, ids: Iterable[int]) -> Iterator[list[SegmentKernel]]:
+        """Yield the kernels of every id, one per segment; at the end warn of pseudo-inverses, once per id."""
+        ranks: dict[int, int] = {}
+        for model_id in ids:
+            kernels = self._grams().kernels(self._train_table(model_id), allow_singular=True)
+            if model_id not in self._warned and any(kernel.is_pseudo_inverse for kernel in kernels):
+                ranks[model_id] = sum(kernel.factor.shape[1] for kernel in kernels if kernel.multiplier)
+            yield kernels
+        self._warned.update(ranks)
+        if ranks:
             logger.warning(
                 "The kernels of model ids %s have no inverse at lambda_reg=%g: ranks %s, of %d features from %d train "
                 "rows. Their pseudo-inverses are used. For better scores set lambda_reg > 0 (in units of a squared "
                 "feature), or proj_dim well below the number of train rows.",
-                list(new),
+                list(ranks),
                 self.lambda_reg,
-                list(new.values()),
+                list(ranks.values()),
                 self.proj_dim,
                 self.train_set_size,
             )

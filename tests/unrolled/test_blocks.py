@@ -7,7 +7,7 @@ from torch import nn
 from unrolled_cases import CLASSES, WIDTH, halves, loss, margin, recipe, replayed, targets
 
 from trak_lite.unrolled import SGD, Adam, TrainingRun, unrolled
-from trak_lite.unrolled.operations import Operations
+from trak_lite.unrolled.program import Operations
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness")
 

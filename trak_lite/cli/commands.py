@@ -228,7 +228,6 @@ class Job:
 
 def run(job: Job) -> Iterator[str]:
     """Train if there are no checkpoints, featurize and score. Yield the lines to print."""
-    job.check_columns()
     num_trained = job.train()
     if num_trained:
         yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"
@@ -251,12 +250,6 @@ def plan(job: Job) -> Iterator[str]:
     yield str(job.attributor.plan(job.train_rows, job.target_rows, checkpoints=checkpoints))
 
 
-def score(job: Job) -> list[str]:
-    """Score the targets. Return the lines to print."""
-    job.check_columns()
-    return job.shown(job.score())
-
-
 def featurize(job: Job) -> Iterator[str]:
     """Featurize the train rows. Yield the lines to print."""
     done = job.featurize()
@@ -270,7 +263,7 @@ COMMANDS: dict[str, Callable[[Job], Iterable[str]]] = {
     "plan": plan,
     "run": run,
     "featurize": featurize,
-    "score": score,
+    "score": lambda job: job.shown(job.score()),
     "verify": lambda job: [str(verify(*job.to_retrain(), **job.config.values["verify"]))],
     "trials": lambda job: [str(try_removals(*job.to_retrain(), **job.config.values["trials"]))],
     "unroll": lambda job: job.shown(job.unroll()),

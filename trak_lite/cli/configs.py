@@ -119,7 +119,14 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     values |= _parsed(keys, named, of_recipe, where)
     values["recipe"] = None if recipe is None else str(recipe.path)
     recorded = {key.name for key in needed} - typed.keys() if isinstance(source, RunRecord) else ()
-    return RunConfig(_absolute(values), recipe, frozenset(recorded))
+    checkpoints, place = values["checkpoints"], resolve_place(values["path"])
+    if isinstance(checkpoints, str):
+        values["checkpoints"] = os.path.abspath(checkpoints)
+    elif checkpoints is not None:
+        values["checkpoints"] = [os.path.abspath(path) for path in checkpoints]
+    if not isinstance(place, RemotePlace):
+        values["path"] = os.path.abspath(place)
+    return RunConfig(values, recipe, frozenset(recorded))
 
 
 @cache
@@ -234,17 +241,6 @@ def _normalization(value: Any) -> Any:
         return value
     known_names(value, [field.name for field in fields(Normalization)], what="fields of normalize")
     return Normalization(**value)
-
-
-def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with absolute paths of store and checkpoints."""
-    checkpoints, place = values["checkpoints"], resolve_place(values["path"])
-    if isinstance(checkpoints, str):
-        checkpoints = os.path.abspath(checkpoints)
-    elif checkpoints is not None:
-        checkpoints = [os.path.abspath(path) for path in checkpoints]
-    path = values["path"] if isinstance(place, RemotePlace) else os.path.abspath(place)
-    return {**values, "checkpoints": checkpoints, "path": path}
 
 
 def _read_yaml(path: str) -> dict[Any, Any]:

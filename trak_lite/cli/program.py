@@ -10,17 +10,14 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, TextIO, final
+from typing import NoReturn, TextIO, final
 
 from trak_lite._validate import installing
 from trak_lite._version import __version__
-from trak_lite.cli.inspection import done_lines, inspection
+from trak_lite.cli.records import RunRecord, done_lines, inspection, last_record
 from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError, printable
 from trak_lite.store import RemotePlace, check_store, open_store
 from trak_lite.store.remote.place import resolve_place
-
-if TYPE_CHECKING:
-    from trak_lite.cli.records import RunRecord
 
 _PROGRAM = "trak-lite"
 _WRONG_USE, _INTERRUPTED = 2, 130
@@ -134,6 +131,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
         if recorded is not None:
             _warn(recorded.other_versions(versions(job.attributor.device)))
         with job.recorded(command):
+            job.check_columns()
             for line in COMMANDS[command](job):
                 _say(line)
     except KeyboardInterrupt:
@@ -144,8 +142,6 @@ def _with_config(command: str, arguments: list[str]) -> int:
 
 def _source(command: str, named: str | None, store: str | None, usage: str) -> str | RunRecord:
     """Return the path of the config, or the record of the last run in the store; raise unless one of them is given."""
-    from trak_lite.cli.records import RunRecord, last_record
-
     if command in _OF_STORE and store is None:
         store, named = named, None
         if store is None:

@@ -322,10 +322,8 @@ def _bootstrapped(
     confidence: float,
 ) -> tuple[float, tuple[float, float]]:
     """Return a statistic of the counts of each subset ``(S,)`` and each target ``(M,)``, and its normal interval."""
-    rng, quantile = (
-        np.random.default_rng(seed),
-        NormalDist().inv_cdf((1.0 + coverage(confidence=confidence)) / 2.0),
-    )
+    rng = np.random.default_rng(seed)
+    quantile = NormalDist().inv_cdf((1.0 + coverage(confidence=confidence)) / 2.0)
     draws = [
         statistic(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))
         for _ in range(positive_int(num_resamples=num_resamples))

@@ -24,7 +24,7 @@ from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_ba
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
-from trak_lite.featurizing.diagnosis import naming_rows
+from trak_lite.featurizing.row_checks import naming_rows
 from trak_lite.featurizing.rows import HostRows, RowPass
 from trak_lite.featurizing.session import Run
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -44,7 +44,7 @@ from trak_lite.run.tables import (
     model_id_for,
     path_of,
 )
-from trak_lite.store import AbstractFeatureStore, TableSpec
+from trak_lite.store import TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._names import check_name
 from trak_lite.store.disk.folders import whole_file
@@ -87,8 +87,14 @@ class Capture:
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
-                run.settings.recall_computer(workspace.store().manifest)
-                self._look(workspace.store())
+                store = workspace.store()
+                run.settings.recall_computer(store.manifest)
+                for digest, table in checkpoint_tables(store).items():
+                    if table.spec.fingerprint.get(CAPTURED) == name and table.complete:
+                        self._done[:], self._finished = True, digest
+                for model_id, path in capture_tables(store, name).items():
+                    self._model_id, self._path = model_id, path
+                    self._done |= store.open_table(path).done()
         if not resume and (self._finished is not None or self._path):
             raise StateError(
                 f"{run.workspace.name} has {int(self._done.sum())} rows of a capture {name!r}. If this training "
@@ -244,14 +250,6 @@ class Capture:
             reason = f"normalize={settings.normalization.kind!r} reads the state of Adam. Pass optimizer=...."
         if reason:
             raise InvalidInputError(reason)
-
-    def _look(self, store: AbstractFeatureStore) -> None:
-        for digest, table in checkpoint_tables(store).items():
-            if table.spec.fingerprint.get(CAPTURED) == self.name and table.complete:
-                self._done[:], self._finished = True, digest
-        for model_id, path in capture_tables(store, self.name).items():
-            self._model_id, self._path = model_id, path
-            self._done |= store.open_table(path).done()
 
     @contextmanager
     def _passing(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._margins import UniformNoise
 from trak_lite.parallel.sharing import SharedRows, has_free_rows
-from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder, fisher_paths
+from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout, Segment
@@ -246,9 +246,10 @@ class FisherFits:
         return table if table.complete else None
 
     def _paths(self, path: str) -> tuple[str, str]:
+        """Return the paths of the drawn rows and of the gram matrices; another fit has other paths."""
         fingerprint = self._fingerprint(path)
-        drawn, _ = fisher_paths(path, {**fingerprint, **_ORDER})
-        return drawn, fisher_paths(path, fingerprint)[1]
+        drawn = fisher_folder(path, identity={**fingerprint, **_ORDER})
+        return f"{drawn}/drawn", f"{fisher_folder(path, identity=fingerprint)}/gram"
 
     def _fingerprint(self, path: str) -> dict[str, Any]:
         return {
@@ -369,21 +370,20 @@ class DrawnRows:
 class _RepeatedCall(ModelCall):
     """Calls a model; another call with equal inputs returns the same outputs, if nothing has written to them."""
 
-    _inputs: tuple[list[Any], Any, list[Any]] | None = None
-    _outputs: Any = None
-    _versions: list[int] | None = None
+    _last: tuple[list[Any], Any, list[Any], Any, list[int]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        if self._inputs is not None and self._versions is not None:
-            last, before, state = self._inputs
-            is_written = _versions(self._outputs) != self._versions or list(map(_state_of, last)) != state
+        if self._last is not None:
+            last, before, state, outputs, versions = self._last
+            is_written = _versions(outputs) != versions or list(map(_state_of, last)) != state
             if structure == before and not is_written and all(map(_is_same, leaves, last)):
-                return self._outputs
-        self._outputs = super().__call__(*args, **kwargs)
-        self._inputs = leaves, structure, list(map(_state_of, leaves))
-        self._versions = _versions(self._outputs)
-        return self._outputs
+                return outputs
+        outputs = super().__call__(*args, **kwargs)
+        known = _versions(outputs)
+        state = list(map(_state_of, leaves))
+        self._last = None if known is None else (leaves, structure, state, outputs, known)
+        return outputs
 
 
 def _versions(outputs: Any) -> list[int] | None:
@@ -404,13 +404,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
     return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
-
-
-def split_squares(flat: NDArray[Any], layout: FeatureLayout, *, device: torch.device) -> list[Tensor]:
-    """Return the square matrices of all segments from one flat array that holds them in order."""
-    sizes = [segment.width**2 for segment in layout.segments]
-    parts = np.split(flat, np.cumsum(sizes)[:-1])
-    return [
-        torch.from_numpy(part.reshape(segment.width, segment.width).copy()).to(device)
-        for part, segment in zip(parts, layout.segments, strict=True)
-    ]

@@ -131,26 +131,23 @@ class CurvatureProducts:
 
     def _products(self, outputs: _ModelOutputs, vectors: Named) -> Named:
         if self._forward_mode is None:
-            self._forward_mode = self._supports_forward_mode(outputs, vectors)
+            try:
+                with quiet_forward_mode():
+                    outputs.forward({name: part[0] for name, part in vectors.items()})
+                self._forward_mode = True
+            except (RuntimeError, NotImplementedError) as error:
+                logger.info(
+                    "%s has an operation without forward-mode differentiation (%.200s): Jacobian products are computed "
+                    "by two backward passes.",
+                    type(self.model).__name__,
+                    error,
+                )
+                self._forward_mode = False
         tangents = outputs.forward if self._forward_mode else outputs.twice_backward
         found: Named = vmap(
             lambda vector: outputs.backward(outputs.curved(tangents(vector))), randomness="same"
         )(vectors)
         return {name: part.detach() for name, part in found.items()}
-
-    def _supports_forward_mode(self, outputs: _ModelOutputs, vectors: Named) -> bool:
-        try:
-            with quiet_forward_mode():
-                outputs.forward({name: part[0] for name, part in vectors.items()})
-        except (RuntimeError, NotImplementedError) as error:
-            logger.info(
-                "%s has an operation without forward-mode differentiation (%.200s): Jacobian products are computed by "
-                "two backward passes.",
-                type(self.model).__name__,
-                error,
-            )
-            return False
-        return True
 
 
 @final

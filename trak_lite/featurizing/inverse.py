@@ -20,7 +20,7 @@ from trak_lite._devices import full_float32, precise, wide_dtype
 from trak_lite.data.datasets import RowNumbers, spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.kronecker.precondition import Accumulator, PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.curvature import Accumulator, PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.solvers import (
     Convergence,
     conjugate_gradients,

@@ -32,9 +32,17 @@ from trak_lite.errors import (
     StateError,
     refuse_machine_failure,
 )
-from trak_lite.featurizing.diagnosis import finite_numbers, naming_rows, refuse_non_finite
 from trak_lite.featurizing.normalized import RowNormalizer
-from trak_lite.featurizing.row_checks import Computed, DoneRows, differences, done_rows, rounding_of
+from trak_lite.featurizing.row_checks import (
+    Computed,
+    DoneRows,
+    differences,
+    done_rows,
+    finite_numbers,
+    naming_rows,
+    refuse_non_finite,
+    rounding_of,
+)
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.modelout_functions import ModelCall
@@ -58,7 +66,7 @@ _ZERO = (
     "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
     "merged or disabled, at unused parts of the model, and at parameters that are frozen or left out (grad_wrt)."
 )
-_MAX_ROUNDING = 1e-2  # relative to a row's norm; float16 itself rounds to 5e-4
+_MAX_ROUNDING = 1e-2  # that the cast may take of a row's norm; float16 itself rounds to 5e-4
 
 
 Write: TypeAlias = Callable[[RowNumbers, Mapping[str, NDArray[Any]]], None]
@@ -303,13 +311,23 @@ class HostRows:
         refuse_non_finite(finite, numbers, what, self._found.computer, self._found.batch)
         values = dict(zip(self._names, columns, strict=True))
         for name in self._found.more:
-            wrong = numbers[~np.isfinite(values[name])]
-            if wrong.size:
+            lacking = numbers[~np.isfinite(values[name])]
+            if lacking.size:
                 raise NonFiniteError(
-                    f"The {name.replace('_', ' ')} of rows {wrong[:5].tolist()} of {what} is NaN or beyond float32. "
+                    f"The {name.replace('_', ' ')} of rows {lacking[:5].tolist()} of {what} is NaN or beyond float32. "
                     "Nothing of this batch was stored. Look at these samples and at the checkpoint's weights."
                 )
-        _refuse_lost(values[FEATURES].dtype.name, norms, lost, numbers)
+        wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
+        if wrong.size:
+            first, dtype = wrong[0], values[FEATURES].dtype.name
+            loss = (
+                f"loses {lost[first]:.1%} of it" if np.isfinite(lost[first]) else "entries beyond its range"
+            )
+            raise PrecisionError(
+                f"{dtype} cannot hold the features of rows {numbers[wrong][:5].tolist()}: row {numbers[first]} has "
+                f"norm {norms[first]:.3g} and {loss}. Store float32 "
+                "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
+            )
         try:
             write(rows, values)
         except StateError as error:
@@ -493,19 +511,6 @@ def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor
     norm, error = _norms(wide), _norms(stored.to(wide.dtype) - wide)
     smallest = _NEXT_TO_NOTHING * norm.nanmedian()
     return stored, norm, error / norm.clamp(min=smallest).clamp(min=torch.finfo(norm.dtype).tiny)
-
-
-def _refuse_lost(dtype: str, norm: NDArray[Any], lost: NDArray[Any], rows: RowNumbers) -> None:
-    """Raise if the cast to the table's dtype loses more than 1 % of a row's norm."""
-    wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
-    if wrong.size:
-        first = wrong[0]
-        loss = f"loses {lost[first]:.1%} of it" if np.isfinite(lost[first]) else "entries beyond its range"
-        raise PrecisionError(
-            f"{dtype} cannot hold the features of rows {rows[wrong][:5].tolist()}: row {rows[first]} has "
-            f"norm {norm[first]:.3g} and {loss}. Store float32 "
-            "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
-        )
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -23,14 +23,13 @@ from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import Collate, HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.packed import Documents
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
-from trak_lite.featurizing.diagnosis import naming_rows
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature
+from trak_lite.featurizing.kronecker.curvature import Preconditioner
 from trak_lite.featurizing.kronecker.fit import KroneckerFits
-from trak_lite.featurizing.kronecker.precondition import Preconditioner
+from trak_lite.featurizing.row_checks import naming_rows
 from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
-from trak_lite.featurizing.unprojected import GradientPass
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -383,17 +382,14 @@ class FeaturizingSession:
         return written
 
     def _is_featurized(self, table: AbstractRowTable) -> bool:
-        method = self.settings.method
-        if not table.complete or method.fisher_fit is None:
-            return table.complete
-        return self._fisher_fits(method).has(table_path(table))
+        method, path = self.settings.method, table_path(table)
+        return table.complete and (method.fisher_fit is None or self._fisher_fits(method).has(path))
 
     def _is_left_alone(self, table: AbstractRowTable) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
-        method = self.settings.method
-        if has_free_rows(table):
-            return True
-        return method.fisher_fit is not None and self._fisher_fits(method).is_left_alone(table_path(table))
+        method, path = self.settings.method, table_path(table)
+        is_fit = method.fisher_fit is not None
+        return has_free_rows(table) or (is_fit and self._fisher_fits(method).is_left_alone(path))
 
     def _found(self, path: str) -> AbstractRowTable:
         table = self.workspace.table(path)
@@ -612,10 +608,6 @@ class FeaturizingSession:
             adam=self._adam_states(normalization),
             with_norms=with_norms,
         )
-
-    def gradient_pass(self, rows: Rows, *, normalization: Normalization | None = None) -> GradientPass:
-        """Return the gradients of some data at the loaded checkpoint, of which nothing is stored."""
-        return GradientPass(self.row_pass(rows, 0, normalization=normalization), self.settings.parameters)
 
     def features(self, batch: Batch, rows: RowNumbers, *, model_id: int, what: str) -> Tensor:
         """Return the features ``(B, K)`` of a batch from the loaded checkpoint, without storing them.

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
-from trak_lite.featurizing.kronecker.precondition import Inverse, PreconditionedProjector
+from trak_lite.featurizing.kronecker.curvature import Inverse, PreconditionedProjector
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint

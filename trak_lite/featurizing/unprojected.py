@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import final
 
@@ -19,9 +19,9 @@ from trak_lite._devices import precise
 from trak_lite._progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
-from trak_lite.featurizing.diagnosis import finite_numbers, refuse_non_finite
-from trak_lite.featurizing.kronecker.precondition import Accumulator
+from trak_lite.featurizing.kronecker.curvature import Accumulator
 from trak_lite.featurizing.kronecker.units import sample_slices
+from trak_lite.featurizing.row_checks import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
@@ -74,44 +74,39 @@ class ProductProjector(AbstractProjector):
         return Accumulator(add, lambda: products)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class GradientPass:
-    """Gradients of the rows of a dataset at the loaded checkpoint, with the checks of stored rows."""
+def gradients_of(
+    passes: RowPass, wanted: RowNumbers, parameters: ParameterShapes, *, label: str, progress: bool | None
+) -> Tensor:
+    """Return the gradients ``(len(wanted), P)`` of some rows in float32 or better, parameters in model order."""
+    found: Tensor | None = None
+    start = 0
+    for features, _ in _stream(passes, wanted, NoOpProjector(device=passes.device), label, progress):
+        features = precise(features)
+        if found is None:
+            found = features.new_empty(len(wanted), num_entries(parameters))
+        found[start : start + len(features)] = features
+        start += len(features)
+    assert found is not None  # a dataset has at least one row
+    return found
 
-    passes: RowPass
-    """The pass over the data; the projector is replaced."""
-    parameters: ParameterShapes
-    """Shapes of the kept parameters."""
 
-    def gradients(self, wanted: RowNumbers, *, label: str, progress: bool | None) -> Tensor:
-        """Return the gradients ``(len(wanted), P)`` of some rows in float32 or better, parameters in model order."""
-        found: Tensor | None = None
-        start = 0
-        for features, _ in self._stream(wanted, NoOpProjector(device=self.passes.device), label, progress):
-            features = precise(features)
-            if found is None:
-                found = features.new_empty(len(wanted), num_entries(self.parameters))
-            found[start : start + len(features)] = features
-            start += len(features)
-        assert found is not None  # a dataset has at least one row
-        return found
+def products_with(
+    targets: Mapping[str, Tensor], passes: RowPass, wanted: RowNumbers, *, label: str, progress: bool | None
+) -> Iterator[tuple[Tensor, OutputTerms]]:
+    """Yield the products ``(B, m)`` of some rows' gradients with those of m targets by parameter, and f, q and w."""
+    return _stream(passes, wanted, ProductProjector(targets), label, progress)
 
-    def products(
-        self, wanted: RowNumbers, targets: Tensor, *, label: str, progress: bool | None
-    ) -> Iterator[tuple[Tensor, OutputTerms]]:
-        """Yield the products ``(B, m)`` of some rows' gradients with those of targets ``(m, P)``, and f, q and w."""
-        return self._stream(wanted, ProductProjector(by_name(targets, self.parameters)), label, progress)
 
-    def _stream(
-        self, wanted: RowNumbers, projector: AbstractProjector, label: str, progress: bool | None
-    ) -> Iterator[tuple[Tensor, OutputTerms]]:
-        passes = replace(self.passes, projector=projector)
-        plan = rows_in_batches(wanted, passes.rows.batch_size)
-        num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))
-        with progress_bar(len(wanted), label=label, progress=progress) as bar:
-            for rows, found in passes.stream(plan, num_left.__next__):
-                finite = finite_numbers(found.features, found.terms).cpu().numpy()
-                refuse_non_finite(finite, rows, passes.rows.what, found.computer, found.batch)
-                yield found.features, found.terms
-                bar.update(len(rows))
+def _stream(
+    passes: RowPass, wanted: RowNumbers, projector: AbstractProjector, label: str, progress: bool | None
+) -> Iterator[tuple[Tensor, OutputTerms]]:
+    """Yield the features and terms of every batch of some rows, with the checks of stored rows; nothing is stored."""
+    passes = replace(passes, projector=projector)
+    plan = rows_in_batches(wanted, passes.rows.batch_size)
+    num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))
+    with progress_bar(len(wanted), label=label, progress=progress) as bar:
+        for rows, found in passes.stream(plan, num_left.__next__):
+            finite = finite_numbers(found.features, found.terms).cpu().numpy()
+            refuse_non_finite(finite, rows, passes.rows.what, found.computer, found.batch)
+            yield found.features, found.terms
+            bar.update(len(rows))

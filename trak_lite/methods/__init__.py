@@ -6,10 +6,9 @@ the same stored train rows, so trying another method needs no new gradients of t
 
 from trak_lite.methods.base import AbstractKernelMethod, AbstractMethod
 from trak_lite.methods.inverse import CG, EKFAC, AbstractInverseMethod, LiSSA
-from trak_lite.methods.kernels import TRAK, Fisher, GaussNewton
 from trak_lite.methods.matrix import AbstractMatrixMethod, Mean, Unrolled
-from trak_lite.methods.products import LESS, GradCos, GradDot, TracIn
 from trak_lite.methods.registry import METHODS, Method, as_method
+from trak_lite.methods.stored import LESS, TRAK, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
 __all__ = [
     "CG",

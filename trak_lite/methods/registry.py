@@ -11,8 +11,7 @@ from trak_lite._validate import known_names
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractMethod
 from trak_lite.methods.inverse import CG, EKFAC, LiSSA
-from trak_lite.methods.kernels import TRAK, Fisher, GaussNewton
-from trak_lite.methods.products import LESS, GradCos, GradDot, TracIn
+from trak_lite.methods.stored import LESS, TRAK, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
 Method: TypeAlias = Mapping[str, bool | int | float | str | Sequence[float] | None] | str | AbstractMethod
 """A method, its name, or its name and fields: ``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``."""

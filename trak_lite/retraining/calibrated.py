@@ -8,7 +8,7 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal, TypeAlias, final
 
@@ -35,7 +35,6 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
 from trak_lite.scoring.tiles import ScoreTerm, WhereQ, score_tile, tile_ranges
-from trak_lite.store import AbstractRowTable
 from trak_lite.types import FeatureLayout
 
 Array: TypeAlias = NDArray[np.float64]
@@ -66,7 +65,16 @@ class SubsetSums:
         for table in rows.train:
             own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
             weights = {"outside": members * mean, "inside": members * own, "off": members}
-            self.by_checkpoint.append(_sums(table, weights, rows.width, rows.device))
+            zeros = members.new_zeros(len(members), rows.width)
+            sums = {view: zeros.clone() for view in (*weights, "unit")}
+            for start, chunk in table.blocks(FEATURES):
+                for first in range(0, len(chunk), _TILE_ROWS):
+                    tile = as_tensor(chunk[first : first + _TILE_ROWS], rows.device).double()
+                    here = slice(start + first, start + first + len(tile))
+                    for view, weight in weights.items():
+                        sums[view] += weight[:, here] @ tile
+                    sums["unit"] += members[:, here] @ unit_rows(tile)
+            self.by_checkpoint.append(sums)
 
     def predict(self, targets: Sequence[Tensor], view: str) -> Array:
         """Return ``train row @ target`` ``(M, K)``, summed over each subset and over checkpoints, ``(S, M)``."""
@@ -74,22 +82,6 @@ class SubsetSums:
         products = [(sums[view] @ rows.T).cpu().numpy() for sums, rows in pairs]
         total: Array = np.sum(products, axis=0)
         return total
-
-
-def _sums(
-    table: AbstractRowTable, weights: Mapping[str, Tensor], width: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Return the weighted sums of one checkpoint's rows by view, each ``(S, K)`` float64."""
-    shape = (len(weights["off"]), width)
-    sums = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name in (*weights, "unit")}
-    for start, chunk in table.blocks(FEATURES):
-        for first in range(0, len(chunk), _TILE_ROWS):
-            tile = as_tensor(chunk[first : first + _TILE_ROWS], device).double()
-            here = slice(start + first, start + first + len(tile))
-            for view, weight in weights.items():
-                sums[view] += weight[:, here] @ tile
-            sums["unit"] += weights["off"][:, here] @ unit_rows(tile)
-    return sums
 
 
 def calibrate(
@@ -137,9 +129,8 @@ def calibrate(
         )
     masks = subset_masks(num_rows, num_subsets, seed=seed)
     outputs = summed_over(teacher, masks)
-    settings = scores.run.settings
     with scores.run.workspace.reading() as store:
-        rows = source_of_stored(store, scores, settings)
+        rows = source_of_stored(store, scores)
         made = _Fit(rows, SubsetSums(rows, masks), chosen)
     fitted, held_out = np.arange(0, count, 2), np.arange(1, count, 2)
     weights = fit_weights(made.parts[:, :, fitted], outputs[:, fitted], made.prior, across="targets")
@@ -162,8 +153,19 @@ class _Fit:
         self.segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
         if len(VIEWS) * len(rows.train) * len(self.segments) * len(self.dampings) > _MOST_PARTS:
             self.segments = ((0, rows.width),)
-        self.parts = _parts(rows, sums, self.segments, self.dampings, chosen)
-        prior = np.zeros((len(VIEWS), len(rows.train), len(self.segments), len(self.dampings)))
+        num_subsets, some = len(sums.by_checkpoint[0]["off"]), torch.from_numpy(chosen).to(rows.device)
+        axes = (len(VIEWS), len(rows.train), len(self.segments), len(self.dampings))
+        parts = np.empty((*axes, num_subsets, len(chosen)))
+        for c, table in enumerate(rows.train):
+            for d, damping in enumerate(self.dampings):
+                targets = rows.at_damping(table, damping)[some]
+                for s, (start, stop) in enumerate(self.segments):
+                    for v, view in enumerate(VIEWS):
+                        part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
+                        parts[v, c, s, d] = part.cpu().numpy()
+        self.parts = parts.reshape(-1, num_subsets, len(chosen))
+        """Predictions of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""
+        prior = np.zeros(axes)
         default = np.asarray(rows.method.weights(len(rows.train)))
         prior[VIEWS.index(rows.method.q), :, :, self.dampings.index(own)] = default[:, None]
         self.prior = prior.reshape(-1)
@@ -218,27 +220,6 @@ def fitted_to_subsets(
     targets = _calibrated_targets(rows, made, weights)
     better = sum((sums.predict(targets[view], view) for view in VIEWS), np.zeros(predicted.shape))
     return made.tested(weights, better[held_out], predicted[held_out], outputs[held_out], confidence)
-
-
-def _parts(
-    rows: ScoreSource,
-    sums: SubsetSums,
-    segments: Sequence[tuple[int, int]],
-    dampings: Sequence[float | None],
-    chosen: NDArray[np.int64],
-) -> Array:
-    """Return the prediction of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""
-    num_subsets = len(sums.by_checkpoint[0]["off"])
-    shape = (len(VIEWS), len(rows.train), len(segments), len(dampings), num_subsets, len(chosen))
-    parts = np.empty(shape)
-    for c, table in enumerate(rows.train):
-        for d, damping in enumerate(dampings):
-            targets = rows.at_damping(table, damping)[torch.from_numpy(chosen).to(rows.device)]
-            for s, (start, stop) in enumerate(segments):
-                for v, view in enumerate(VIEWS):
-                    part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
-                    parts[v, c, s, d] = part.cpu().numpy()
-    return parts.reshape(-1, num_subsets, len(chosen))
 
 
 def _calibrated_targets(

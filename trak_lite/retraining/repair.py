@@ -145,8 +145,16 @@ def repair(
     found = _smallest(SummedEffects(scores), order, number, float(goal), 2.0 * chance - 1.0)
     if train_fn is None:
         return found
-    changes = _changes(scores, found.rows, train_fn, targets, budget, first_seed, train_id)
-    return replace(found, measured=changes)
+    masks = np.ones((2, num_rows), np.bool_)
+    masks[1, found.rows] = False
+    seeds = range(first_seed, first_seed + budget // 2)
+
+    def measure(retrain: Retrain, _: ScoreEntries) -> NDArray[np.float64]:
+        with_all, without = retrain(masks, seeds=seeds).outputs.astype(np.float64)
+        changes: NDArray[np.float64] = without - with_all
+        return changes
+
+    return replace(found, measured=measured(scores, train_fn, targets, train_id, "repair", measure))
 
 
 def _smallest(
@@ -174,26 +182,3 @@ def _smallest(
     is_reached = reach[size] >= abs(goal)
     chosen = size if is_reached else max(reach, key=lambda tried: reach[tried])
     return Repair(target, goal, order[:chosen], is_reached, effects.without(order[:chosen], level))
-
-
-def _changes(
-    scores: Scores,
-    rows: NDArray[np.int64],
-    train_fn: TrainFunction,
-    targets: Any,
-    budget: int,
-    first_seed: int,
-    train_id: str | None,
-) -> NDArray[np.float64]:
-    """Return the changes of all targets in models trained with fresh seeds, ``(R, M)``."""
-    masks = np.ones((2, len(scores)), np.bool_)
-    masks[1, rows] = False
-    seeds = range(first_seed, first_seed + budget // 2)
-
-    def measure(retrain: Retrain, _: ScoreEntries) -> NDArray[np.float64]:
-        with_all, without = retrain(masks, seeds=seeds).outputs.astype(np.float64)
-        changes: NDArray[np.float64] = without - with_all
-        return changes
-
-    found: NDArray[np.float64] = measured(scores, train_fn, targets, train_id, "repair", measure)
-    return found

@@ -34,11 +34,10 @@ from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
 from trak_lite.parallel.sharing import LazyTable, SharedRows
-from trak_lite.run.repeats import compare, conditions
-from trak_lite.run.sources import describe_source
+from trak_lite.run.repeats import compare, conditions, describe_source
 from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
-from trak_lite.store import AbstractRowTable, Column, Manifest, RemotePlace, TableSpec
+from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import SubsetTraining
@@ -109,6 +108,7 @@ class _Plan:
     train_fn: Any
     """A function, or what trains several models side by side."""
     output_fn: OutputFunction
+    progress: bool | None
     step: int = 0
     """Added to the seeds for every further subset."""
     at_once: int | None = None
@@ -134,8 +134,15 @@ class _Plan:
 
     def train(self, rows: Iterable[int]) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
         for group in self._groups(self.jobs(rows)):
+            subsets, seeds = [job.indices for job in group], [job.seed for job in group]
             try:
-                models = self._trained(group)
+                models = (
+                    [
+                        self.train_fn(*pair) for pair in zip(subsets, seeds, strict=True)
+                    ]  # map() ends at StopIteration
+                    if self.at_once is None
+                    else self.train_fn.train_many(subsets, seeds)
+                )
             except Exception as error:
                 if self.at_once is not None and isinstance(error, UnsupportedModelError):
                     raise
@@ -150,15 +157,6 @@ class _Plan:
                 except Exception as error:
                     raise _failed([job], error) from error
                 yield job, _checked(outputs, job)
-
-    def _trained(self, group: list[_Job]) -> Sequence[Any]:
-        rows, seeds = [job.indices for job in group], [job.seed for job in group]
-        if self.at_once is None:
-            return [
-                self.train_fn(*pair) for pair in zip(rows, seeds, strict=True)
-            ]  # map() ends at StopIteration
-        found: Sequence[Any] = self.train_fn.train_many(rows, seeds)
-        return found
 
     def _groups(self, jobs: Iterable[_Job]) -> Iterable[list[_Job]]:
         """Return models that are trained together: their subsets have one size."""
@@ -225,7 +223,7 @@ def retrain(
         >>> retrain(lambda rows, seed: values[rows].sum() + seed, masks, lambda model: [model]).mean.tolist()
         [[3.5], [6.5]]
     """
-    return _filled(path, _plan(train_fn, masks, output_fn, seeds, train_id), progress)
+    return _filled(path, retraining_plan(train_fn, masks, output_fn, seeds, train_id, progress))
 
 
 def retrain_many(
@@ -260,9 +258,8 @@ def retrain_many(
         NonFiniteError: If an output is NaN or infinite; names subset and seed.
         ManifestMismatchError: If other masks, seeds or functions were used at this path.
     """
-    plan = _plan(training, masks, output_fn, seeds, train_id)
-    plan = replace(plan, at_once=positive_int(models_at_once=models_at_once))
-    return _filled(path, plan, progress)
+    plan = retraining_plan(training, masks, output_fn, seeds, train_id, progress)
+    return _filled(path, replace(plan, at_once=positive_int(models_at_once=models_at_once)))
 
 
 def retrain_run(
@@ -278,33 +275,21 @@ def retrain_run(
     ``digest`` identifies the results. Stored ones are compared with a repetition, unless the recipe has a ``train_id``.
     """
     recipe = training.recipe
-    plan = replace(_plan(training, masks, output_fn, (recipe.seed,), digest), train_id=recipe.train_id)
+    plan = retraining_plan(training, masks, output_fn, (recipe.seed,), digest, None)
+    plan = replace(plan, train_id=recipe.train_id)
     try:
-        return _filled(path, replace(plan, at_once=_REPETITIONS_AT_ONCE), None)
+        return _filled(path, replace(plan, at_once=_REPETITIONS_AT_ONCE))
     except UnsupportedModelError as error:
         logger.info("%s They are trained one after the other.", error)
-    return _filled(path, plan, None)
+    return _filled(path, plan)
 
 
-def retrain_into(
-    workspace: Workspace,
-    group: str,
-    train_fn: TrainFunction,
-    output_fn: OutputFunction,
-    train_id: str | None,
-    progress: bool | None,
-    settings: Mapping[str, Any],
-    masks: ArrayLike,
-    *,
-    seeds: Sequence[int],
-    others: bool = False,
-) -> Retrained:
+def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool = False) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
-    In a group, each combination of masks, seeds, functions and ``settings`` (JSON values) has its own table. With
-    ``others``, ``seeds`` are those of the first subset, and every further one has the next, which no other has.
+    In a group, each combination of masks, seeds, functions and settings of the plan has its own table. With ``others``,
+    the seeds are those of the first subset, and every further one has the next, which no other has.
     """
-    plan = _plan(train_fn, masks, output_fn, seeds, train_id, settings)
     if others:
         step = max(plan.seeds) - min(plan.seeds) + 1
         plan = replace(plan, fingerprint={**plan.fingerprint, "seeds_step": step}, step=step)
@@ -317,18 +302,22 @@ def retrain_into(
         compared += " All models are trained again."
         logger.info(compared)
         number += 1
-    return _fill(workspace, path, plan, progress, compared)
+    return _fill(workspace, path, plan, compared)
 
 
-def _plan(
+def retraining_plan(
     train_fn: Any,
     masks: ArrayLike,
     output_fn: OutputFunction,
     seeds: Sequence[int],
     train_id: str | None,
+    progress: bool | None,
     settings: Mapping[str, Any] | None = None,
 ) -> _Plan:
-    """Check masks and seeds, and describe the training of one model after the other."""
+    """Check masks and seeds, and describe the training of one model after the other.
+
+    The fingerprint of the results contains ``settings``, JSON values.
+    """
     array = np.asarray(masks)
     if array.dtype != np.bool_ or array.ndim != 2 or not array.size or not array.any(axis=1).all():
         raise InvalidInputError(
@@ -357,10 +346,10 @@ def _plan(
         "training": training,
         **(settings or {}),
     }
-    return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn)
+    return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn, progress)
 
 
-def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progress: bool | None) -> Retrained:
+def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan) -> Retrained:
     """Return the outputs of a store that holds one training, and train what is missing."""
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
@@ -369,7 +358,7 @@ def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan, progres
             raise ManifestMismatchError(
                 f"{compared} Undo the change, or retrain under another path or train_id."
             )
-        return _fill(workspace, OUTPUTS, plan, progress, compared)
+        return _fill(workspace, OUTPUTS, plan, compared)
 
 
 def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
@@ -389,7 +378,12 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
             True,
             f"Stored outputs with the train_id {plan.train_id!r} were used; no training was repeated.",
         )
-    stored = done_rows(table, _one_per_seed(table, len(plan.seeds)))
+    ranges = [np.arange(*table.chunk_range(chunk)) for chunk in table.committed_chunks()]
+    committed = np.concatenate([np.empty(0, np.int64), *ranges])
+    by_seed = [committed[committed % len(plan.seeds) == place] for place in range(len(plan.seeds))]
+    # A committed row for every seed, of another subset for each if possible.
+    chosen = [rows[place % len(rows)] for place, rows in enumerate(by_seed) if len(rows)]
+    stored = done_rows(table, np.array(chosen, np.int64) if chosen else None)
     if stored is None:
         return True, ""
     made = workspace.store().attributes(path).get(_CONDITIONS)
@@ -422,15 +416,6 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
     )
     logger.info(compared)
     return True, compared
-
-
-def _one_per_seed(table: AbstractRowTable, seeds: int) -> NDArray[np.int64] | None:
-    """Return a committed row for every seed, of another subset for each if possible; ``None`` without any."""
-    ranges = [np.arange(*table.chunk_range(chunk)) for chunk in table.committed_chunks()]
-    committed = np.concatenate([np.empty(0, np.int64), *ranges])
-    by_seed = [committed[committed % seeds == place] for place in range(seeds)]
-    chosen = [rows[place % len(rows)] for place, rows in enumerate(by_seed) if len(rows)]
-    return np.array(chosen, np.int64) if chosen else None
 
 
 def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
@@ -466,11 +451,11 @@ def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
         )
 
 
-def _fill(workspace: Workspace, path: str, plan: _Plan, progress: bool | None, compared: str) -> Retrained:
+def _fill(workspace: Workspace, path: str, plan: _Plan, compared: str) -> Retrained:
     """Train the pending models of the table, together with other processes; outputs are put after each training."""
     table = workspace.table(path)
     lazy = _begun(workspace, path, plan) if table is None else workspace.lazy_table(path, table.spec)
-    with SharedRows(lazy, 1, label="Retraining", progress=progress, unit="model") as work:
+    with SharedRows(lazy, 1, label="Retraining", progress=plan.progress, unit="model") as work:
         for batches in work.rounds():
             wanted = (int(row) for rows in batches for row in rows)
             for job, outputs in plan.train(wanted):

@@ -1,4 +1,4 @@
-"""Test scores against retrained models: LDS, baselines, calibration and a verdict.
+"""Test scores against retrained models, or repetitions of one run: LDS, baselines, calibration and a verdict.
 
 Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V views, D dampings.
 """
@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite._eval_caches import own_modes
-from trak_lite.data.datasets import Rows, every_nth
+from trak_lite.data.datasets import Rows, every_nth, rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
-from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate
-from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict
+from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
 from trak_lite.models.sharded import refuse_sharded
@@ -34,17 +35,23 @@ from trak_lite.retraining.calibrated import (
     summed_over,
     unit_rows,
 )
-from trak_lite.retraining.one_run import check_budget
-from trak_lite.retraining.subsets import Retrained, TrainFunction, retrain_into
+from trak_lite.retraining.subsets import (
+    Retrained,
+    TrainFunction,
+    retrain_into,
+    retrain_run,
+    retraining_plan,
+)
 from trak_lite.run.repeats import outputs_of_model
-from trak_lite.run.settings import row_kind
+from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import retrain_path, score_path
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
-from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.disk.files import refuse_links
+from trak_lite.store.manifest import Manifest, compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
 Retrain: TypeAlias = Callable[..., Retrained]
@@ -53,6 +60,8 @@ Retrain: TypeAlias = Callable[..., Retrained]
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
 _FEWEST_FOR_CALIBRATION: Final = 6
+_LEFT_OUT: Final = (0.01, 0.05, 0.1, 0.5)
+"""Shares of the train rows that are left out of one run."""
 
 
 def verify(
@@ -113,7 +122,7 @@ def verify(
     check_budget(budget)
 
     def decide(retrain: Retrain, entries: ScoreEntries) -> dict[str, Any]:
-        source = source_of_stored(entries.store, scores, scores.run.settings)
+        source = source_of_stored(entries.store, scores)
         if calibrate:
             require_kernel(source)
         masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
@@ -159,8 +168,11 @@ def measured(
             scored.pop("curvature", None)  # belongs to the scores, not to the data
             remedy = "Pass the targets that were scored under this name."
             compare_fingerprints({"targets": scored}, given, where=path, remedy=remedy)
-            more = (train_fn, output_fn, train_id, run.progress, given)
-            retrain = partial(retrain_into, workspace, retrain_path(scores.name), *more)
+
+            def retrain(masks: ArrayLike, *, seeds: Sequence[int], others: bool = False) -> Retrained:
+                plan = retraining_plan(train_fn, masks, output_fn, seeds, train_id, run.progress, given)
+                return retrain_into(workspace, retrain_path(scores.name), plan, others=others)
+
             return measure(retrain, ScoreEntries(store, path))
 
     with run.joined(f"{call} {scores.name!r}") as ranks:
@@ -186,7 +198,7 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
             "verify(scores, train_fn, targets, calibrate=True)."
         )
     with scores.run.workspace.reading() as store:
-        matrix = calibrated_matrix(source_of_stored(store, scores, scores.run.settings), calibration)
+        matrix = calibrated_matrix(source_of_stored(store, scores), calibration)
     held_out = f"{calibration.num_held_out} held-out {calibration.across}"
     settings = {**scores.settings, "calibrated_on": held_out}
     record = ScoreRecord(scores.name, scores.method, scores.manifest, settings, task=scores.task)
@@ -278,3 +290,119 @@ def _baselines(
                 f"{len(texts[1])}."
             )
         yield "BM25 of the texts", summed_scores(bm25(*texts), masks)
+
+
+def verify_run(
+    scores: Scores,
+    run: TrainingRun,
+    targets: Any,
+    *,
+    budget: int = 10,
+    subset_seed: int = 0,
+    confidence: float = 0.95,
+    task: Task | None = None,
+) -> OneRunVerdict:
+    """Test scores against repetitions of one run, with the same seed and batches, without random rows.
+
+    The run of a :class:`~trak_lite.unrolled.Recipe` is repeated without 1, 5, 10 and 50 % of the rows. This asks what
+    leaving rows out changes in this run, which scores of :func:`~trak_lite.unrolled.unrolled` answer;
+    :func:`~trak_lite.verify` asks what it changes on average over seeds. The verdict is stored with the scores, if
+    these are stored. The repetitions are stored in the folder of the run: a second call trains one of each share again,
+    to compare it.
+
+    Args:
+        scores: Scores of any method that were made with the model and the train rows of the run.
+        run: A finished run.
+        targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
+        budget: Number of random subsets of each share.
+        subset_seed: Seed of the subsets.
+        confidence: Nominal coverage of the intervals.
+        task: Defines f; ``None`` is the task that the scores were made with.
+
+    Returns:
+        An LDS per share of rows left out.
+
+    Raises:
+        InvalidInputError: If the budget is too small, scores, run and targets differ in size, the scores were made from
+            other train rows or with another architecture than the run, or a share leaves out no row.
+        ManifestMismatchError: If scores of a replay belong to other targets, another task, other data or another model,
+            or the training has changed since.
+        RetrainingError: If a training fails; names subset and seed.
+    """
+    if not isinstance(run, TrainingRun):
+        raise InvalidInputError(
+            f"verify_run takes a TrainingRun (recipe.train(...)), got {type(run).__name__}. A train_fn is for verify."
+        )
+    check_budget(budget)
+    try:
+        asked = scores.task if task is None else resolve_task(task)
+    except StateError as error:
+        raise InvalidInputError(
+            f"The task of the scores {scores.name!r} is not known, because they were made without an attributor and a "
+            "replay, or opened without a model. Pass task=, with which they were made."
+        ) from error
+    rows = rows_of(targets, what="the targets")
+    num_rows = len(run.recipe.rows)
+    if scores.shape != (num_rows, len(rows)):
+        raise InvalidInputError(
+            f"The scores have shape {scores.shape}, but the run has {num_rows} train rows and there are {len(rows)} "
+            "targets."
+        )
+    identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(asked), "budget": budget}
+    digest = Manifest(identity).digest()
+    _require_scored(scores, run, identity)
+    folder = None if run.path is None else run.path / "left-out" / digest[:16]
+    if folder is not None:
+        refuse_links(str(folder))
+    found = []
+    for share in _LEFT_OUT:
+        left_out = max(1, round(share * num_rows))
+        if left_out >= num_rows:
+            raise InvalidInputError(
+                f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
+            )
+        masks = ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=subset_seed)
+        retrained = retrain_run(
+            run.leave_out_fn,
+            masks,
+            lambda model: outputs_of_model(model, asked, rows, run.device),
+            path=None if folder is None else folder / f"{masks[0].sum()}-{subset_seed}.zarr",
+            digest=digest,
+        )
+        predicted = summed_over(scores, masks)
+        found.append((share, Estimate.of(lds_of(predicted, retrained.mean, confidence))))
+    verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
+    scores.keep(verdict)
+    return verdict
+
+
+def check_budget(budget: int, *, fewest: int = 2, where: str = "") -> None:
+    """Raise if the number of subsets is too small, before the first training."""
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < fewest:
+        raise InvalidInputError(
+            f"budget must be an integer of at least {fewest}{where}, got {budget!r}. Every subset costs one training "
+            "per seed."
+        )
+
+
+def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any]) -> None:
+    """Raise if the scores belong to other targets, another task, other train rows or another architecture."""
+    made = scores.manifest.fingerprint
+    if made.get("kind") != "unrolled":
+        if "dataset" in made:
+            run.require_train_rows(made["dataset"])
+        run.require_parameters(made.get("parameters", {}))
+        return
+    compare_fingerprints(
+        {key: made[key] for key in ("targets", "task")},
+        {key: identity[key] for key in ("targets", "task")},
+        where=f"The scores {scores.name!r}",
+        remedy="Pass the targets and the task that were scored.",
+    )
+    # Other seeds and optimizers are allowed: do the scores of one run predict another?
+    compare_fingerprints(
+        {key: made["run"][key] for key in ("data", "modules", "trained")},
+        {key: run.fingerprint[key] for key in ("data", "modules", "trained")},
+        where=f"The run of the scores {scores.name!r}",
+        remedy="Pass the run that was replayed, or one of the same model on the same train data.",
+    )

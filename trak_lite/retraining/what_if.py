@@ -13,7 +13,6 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from trak_lite._devices import undisturbed
 from trak_lite._validate import positive_int, some_of
@@ -268,7 +267,12 @@ def try_removals(
         raise InvalidInputError(
             f"shares must lie between 0 and 1 and leave a row, got {tuple(shares)!r:.100}."
         )
-    labels = _groups(scores, groups)
+    labels = None
+    if isinstance(groups, str):
+        require_columns([groups], scores.columns)
+        labels = scores.columns[groups].places
+    elif groups is not None:
+        labels = Column.of(groups, num_rows, "The groups of train rows").places
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:
@@ -326,15 +330,6 @@ def _trial_sets(
         yield order[:size]
 
 
-def _groups(scores: Scores, groups: ArrayLike | str | None) -> NDArray[np.int64] | None:
-    if groups is None:
-        return None
-    if isinstance(groups, str):
-        require_columns([groups], scores.columns)
-        return scores.columns[groups].places
-    return Column.of(groups, len(scores), "The groups of train rows").places
-
-
 def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) -> Array:
     """Return the scores that samples would have as train rows, summed, ``(M,)``."""
     run, method, count = scores.run, scores.method, len(numbers)
@@ -346,12 +341,12 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
     terms = scores.source.terms()
     if run.train is not None and len(run.train) >= len(scores):
         _refuse_other_samples(run.train, numbers, rows)
-    places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
+    digests = scores.source.digests
     products, factors = np.zeros((len(terms), count, scores.shape[1])), np.zeros((len(terms), count, 1))
     with run.session() as session:
 
         def visit(digest: str, _: str) -> None:
-            place = places[digest]
+            place = digests.index(digest)
             term = terms[place]
             passes = session.row_pass(rows, model_id_of(term.train))
             plan = [np.arange(i, min(i + rows.batch_size, count)) for i in range(0, count, rows.batch_size)]
@@ -360,7 +355,7 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
                 products[place, wanted] = (features.double() @ term.targets.double().T).cpu().numpy()
                 factors[place, wanted, 0] = found.terms.out_to_loss_grad.double().cpu().numpy()
 
-        train = {digest: terms[place].train for digest, place in places.items()}
+        train = dict(zip(digests, scores.source.train, strict=True))
         session.visit(train, visit, purpose="to score new labels")
     if method.q != "off":
         products *= factors if method.q == "inside" else factors.mean(axis=0)
@@ -370,7 +365,7 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
 
 def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], given: Rows) -> None:
     """Raise if a sample shares nothing with its train row, where that can be told."""
-    is_other = np.zeros(len(numbers), np.bool_)
+    is_shared = np.zeros(len(numbers), np.bool_)
     for places in rows_in_batches(np.arange(len(numbers)), given.batch_size):
         # One batch per call: the workers of a loader would draw the same augmentation at both accesses.
         asked = ((train, numbers[places]), (train, numbers[places]), (given, places))
@@ -380,18 +375,15 @@ def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], given: Rows) 
         shapes = [[leaf.shape for leaf in leaves] for leaves in (own, again, other)]
         if len(own) < 2 or shapes != shapes[:1] * 3 or not all(map(torch.equal, own, again)):
             return
-        is_other[places] = ~torch.stack(list(map(_shared, own, other))).any(0).numpy()
-    if is_other.any():
+        for one, two in zip(own, other, strict=True):
+            equal = (one == two).reshape(len(one), -1)
+            has_ids = one.dtype in (torch.int32, torch.int64)  # of token ids, some are enough
+            is_shared[places] |= (equal.any(1) if has_ids else equal.all(1)).numpy()
+    if not is_shared.all():
         raise InvalidInputError(
-            f"In relabel, the samples of rows {some_of(map(str, numbers[is_other]))} differ from the train rows in all "
-            "tensors, not only in their labels. Pass the samples of these rows, in the order of the row numbers."
+            f"In relabel, the samples of rows {some_of(map(str, numbers[~is_shared]))} differ from the train rows in "
+            "all tensors, not only in their labels. Pass the samples of these rows, in the order of the row numbers."
         )
-
-
-def _shared(own: Tensor, other: Tensor) -> Tensor:
-    """Return which samples of two batches have the same values, ``(b,)``; of token ids, some of them."""
-    equal = (own == other).reshape(len(own), -1)
-    return equal.any(1) if own.dtype in (torch.int32, torch.int64) else equal.all(1)
 
 
 def _numbers(rows: ArrayLike | None, num_rows: int, what: str) -> NDArray[np.int64]:

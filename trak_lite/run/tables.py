@@ -132,12 +132,6 @@ def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
     return path_of("scores", name) if method == base else path_of("views", name, identity=method.to_json())
 
 
-def fisher_paths(path: str, fingerprint: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the paths of the drawn rows and of the gram matrices of a Fisher fit; another fit has other paths."""
-    folder = fisher_folder(path, identity=fingerprint)
-    return f"{folder}/drawn", f"{folder}/gram"
-
-
 def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
     """Return the folder of the indices of a method and checkpoints, and in it the folder of the index of some rows."""
     folder = path_of("index", identity={key: fingerprint[key] for key in ("method", "checkpoints")})

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.featurizing.fisher import FisherFits, split_squares
+from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.linalg.kernel import (
     GramAccumulator,
     KernelSettings,
@@ -63,7 +63,12 @@ class Grams:
         name, key = self._key(table)
         flat = self.store.cached(name, key)
         if flat is not None:
-            return split_squares(flat, self.layout, device=self.device)
+            widths = [segment.width for segment in self.layout.segments]
+            parts = np.split(flat, np.cumsum(np.square(widths))[:-1])
+            return [
+                torch.from_numpy(part.reshape(width, width).copy()).to(self.device)
+                for part, width in zip(parts, widths, strict=True)
+            ]
         matrices = self._summed(table, range(table.num_chunks))
         if self.stores_all or table.spec.num_rows >= CACHED_ROWS:
             self.store.cache(name, key, _flat(matrices))

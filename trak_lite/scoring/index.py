@@ -232,7 +232,7 @@ class _Index:
         self._pool_path = f"{path}/measured/{source.name}"
         basis = store.open_table(f"{path}/basis")
         # Another set under the same name has other targets, of which the measured ones are no sample.
-        targets = source.target_contents()
+        targets = [source.targets_of(table).content_key() for table in source.train]
         self._key = Manifest({"basis": basis.content_key(), "targets": targets}).digest()
         self.rows = store.open_table(f"{path}/rows")
         self._sample = _sampled_rows(source)

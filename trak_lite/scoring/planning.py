@@ -213,17 +213,18 @@ def _tried(
         trial = replace(run, settings=settings, workspace=workspace, progress=False, computers=None)
         size, rows.batch_size = rows.batch_size, batch_size
         try:
-            with trial.session(rows.identity()) as session, _measured_peak(settings.device) as peak:
-                marks = [_now()]
+            with trial.session(rows.identity()) as session:
+                growth, marks = _peak_meter(settings.device), [_now()]
                 for _ in session.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
                     marks.append(_now())
                     if len(marks) > _WARM + _FEWEST and marks[-1][0] - marks[_WARM][0] > longest:
                         break
+                peak = growth()
         finally:
             rows.batch_size = size
     gaps = np.diff(marks, axis=0)
     batch = _usual(gaps, -(-chunk_rows // per_batch))
-    return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak.growth)
+    return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak)
 
 
 def _fit_grid(settings: AttributorSettings, num_rows: int, batch_size: int) -> tuple[int, int]:
@@ -265,30 +266,21 @@ def _span(gaps: Times) -> Span:
     )
 
 
-@dataclass(slots=True)
-class _Peak:
-    growth: int | None = None
-    """Peak bytes beyond those in use before, set at the end; ``None`` where the system does not tell."""
+def _peak_meter(device: torch.device) -> Callable[[], int | None]:
+    """Return a function that returns the growth of the memory from now to its peak, in bytes.
 
-
-@contextmanager
-def _measured_peak(device: torch.device) -> Iterator[_Peak]:
-    """Measure the peak of the memory in a block: of the GPU, or of the resident set on Linux."""
-    peak = _Peak()
+    The memory is that of the GPU, or the resident set on Linux; ``None`` where the system does not tell.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield peak
-        peak.growth = torch.cuda.max_memory_allocated(device) - before
-        return
+        return lambda: torch.cuda.max_memory_allocated(device) - before
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-        resident = _proc_bytes("self/status", "VmRSS")
     except OSError:  # another system, or a container that forbids it
-        yield peak
-        return
-    yield peak
-    peak.growth = max(0, (_proc_bytes("self/status", "VmHWM") or 0) - (resident or 0))
+        return lambda: None
+    resident = _proc_bytes("self/status", "VmRSS") or 0
+    return lambda: max(0, (_proc_bytes("self/status", "VmHWM") or 0) - resident)
 
 
 def _proc_bytes(file: str, field: str) -> int | None:

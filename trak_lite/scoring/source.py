@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -35,41 +35,34 @@ _HELD_BYTES = 2 << 30
 
 
 @final
+@dataclass(eq=False, repr=False)
 class ScoreSource:
-    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores.
+    """Computes scores, their errors and self-influence from stored train and target rows. It stores no scores."""
 
-    All ``ranks`` call :meth:`terms` at the same time and compute the kernels together.
-    """
+    store: AbstractFeatureStore
+    train: Sequence[AbstractRowTable]
+    """Tables of the train rows, one per checkpoint."""
+    name: str
+    """Of the target set."""
+    method: AbstractMethod
+    _: KW_ONLY
+    layout: FeatureLayout
+    """Segments of a feature row: given as stored, kept as the method uses them."""
+    device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
+    """All of them call :meth:`terms` at the same time and compute the kernels together."""
 
-    def __init__(
-        self,
-        store: AbstractFeatureStore,
-        train: Sequence[AbstractRowTable],
-        name: str,
-        method: AbstractMethod,
-        *,
-        layout: FeatureLayout,
-        device: torch.device,
-        ranks: Ranks | None = None,
-    ) -> None:
-        if method.kernel is not None and method.transforms_rows:
+    def __post_init__(self) -> None:
+        kernel, method = self.method.kernel, self.method
+        if kernel is not None and method.transforms_rows:
             raise InvalidInputError(
                 f"{method.name} has a kernel and overrides transform(), which is used only without a kernel. Return "
                 "None as kernel, or remove transform()."
             )
-        self.method = method
-        self.store = store
-        self.train = list(train)
-        """Tables of the train rows, one per checkpoint."""
-        self.name = name
-        self.weights = method.weights(len(self.train))
-        self.layout = method.layout_of(layout)
-        """Segments of a feature row, as the method uses them."""
-        self.device = device
+        self.weights, self.layout = method.weights(len(self.train)), method.layout_of(self.layout)
         self._grams: Grams | None = None
-        if method.kernel is not None:
-            self._grams = Grams(store, method.kernel, self.layout, device, method.fisher_fit)
-        self.ranks = Ranks() if ranks is None else ranks
+        if kernel is not None:
+            self._grams = Grams(self.store, kernel, self.layout, self.device, method.fisher_fit)
         self._held: dict[str, list[SegmentKernel]] | None = None
         self._named: set[str] = set()
         """Modules without a contribution that were named in the log."""
@@ -112,26 +105,36 @@ class ScoreSource:
     @property
     def num_targets(self) -> int:
         """M."""
-        return self._targets(self.train[0]).spec.num_rows
+        return self.targets_of(self.train[0]).spec.num_rows
 
     @property
     def target_identity(self) -> Mapping[str, Any]:
         """JSON values that identify the targets, and their task if it is not that of the train rows."""
-        found: Mapping[str, Any] = self._targets(self.train[0]).spec.fingerprint.get("targets", {})
+        found: Mapping[str, Any] = self.targets_of(self.train[0]).spec.fingerprint.get("targets", {})
         return found
 
-    def target_contents(self) -> list[str]:
-        """Return a digest of the stored target rows of every checkpoint."""
-        return [self._targets(table).content_key() for table in self.train]
+    def targets_of(self, table: AbstractRowTable) -> AbstractRowTable:
+        """Return the stored targets of the checkpoint of a train table, as the method reads them."""
+        return self.store.open_table(tables.target_table_path(self.name, self.method, table))
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""
         if self._grams is not None:
             self._grams.make(self.train, self.ranks)
-        return [
-            ScoreTerm(table, (self._behind_kernel(table, targets) * weight).float(), self._transform)
-            for table, weight in zip(self.train, self.weights, strict=True)
-        ]
+        terms = []
+        for table, weight in zip(self.train, self.weights, strict=True):
+            rows = self._rows(table, targets)
+            if self._grams is None:
+                solved = _same_shape(
+                    self.method.transform_targets(rows, self.layout), rows, self.method
+                ).float()
+            else:
+                if self.ranks.rank == 0:
+                    rows = precondition(rows, self._kernels(table, self._grams), layout=self.layout)
+                solved = rows.to(wide_dtype(self.device))
+                self.ranks.send_to_all(solved)
+            terms.append(ScoreTerm(table, (solved * weight).float(), self._transform))
+        return terms
 
     def gram_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
         """Return the products of some train rows with each other, ``(rows, rows)`` float64 where the device has it.
@@ -270,17 +273,6 @@ class ScoreSource:
             total *= out_to_loss / len(self.train)
         return total.astype(np.float32)
 
-    def _behind_kernel(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
-        """Return a checkpoint's targets multiplied by (H + lambda I)^-1, or transformed, ``(M, K)``."""
-        rows = self._rows(table, targets)
-        if self._grams is None:
-            return _same_shape(self.method.transform_targets(rows, self.layout), rows, self.method).float()
-        if self.ranks.rank == 0:
-            rows = precondition(rows, self._kernels(table, self._grams), layout=self.layout)
-        rows = rows.to(wide_dtype(self.device))
-        self.ranks.send_to_all(rows)
-        return rows
-
     def _metric_rows(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield some train rows, and these multiplied by (H + lambda I)^-1, ``(rows, K)``, for each checkpoint.
 
@@ -338,10 +330,7 @@ class ScoreSource:
         return kernels
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self._targets(table).read(tables.FEATURES)[targets]).to(self.device)
-
-    def _targets(self, table: AbstractRowTable) -> AbstractRowTable:
-        return self.store.open_table(tables.target_table_path(self.name, self.method, table))
+        return torch.from_numpy(self.targets_of(table).read(tables.FEATURES)[targets]).to(self.device)
 
 
 def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, final
 
@@ -17,7 +17,6 @@ from trak_lite.errors import BusyError, InvalidInputError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
 from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
 from trak_lite.run.workspace import Workspace, naming_dropped
@@ -65,7 +64,7 @@ def stored_scores(
         train = list(tables.complete_tables(store, digests, known).values())
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
-    source = score_source(store, train, name, method, settings)
+    source = ScoreSource(store, train, name, method, layout=settings.layout, device=settings.device)
     targets = source.target_identity if table is None else table.spec.fingerprint.get("targets", {})
     asked = {} if run is None else run.asked_task()
     if asked:
@@ -78,25 +77,9 @@ def stored_scores(
     return Scores.from_record(_record(workspace, settings, source, run, stored=dense))
 
 
-def score_source(
-    store: AbstractFeatureStore,
-    train: Iterable[AbstractRowTable],
-    name: str,
-    method: AbstractMethod,
-    settings: AttributorSettings | StoredSettings,
-    *,
-    ranks: Ranks | None = None,
-) -> ScoreSource:
-    """Return the source that computes scores from the rows of an open store, with all ``ranks`` or alone."""
-    return ScoreSource(
-        store, list(train), name, method, layout=settings.layout, device=settings.device, ranks=ranks
-    )
-
-
-def source_of_stored(
-    store: AbstractFeatureStore, scores: Scores, settings: AttributorSettings | StoredSettings
-) -> ScoreSource:
+def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
+    settings = scores.run.settings
     path = tables.score_path(scores.name, scores.method, settings.method)
     digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
     train = list(tables.complete_tables(store, digests).values())
@@ -348,7 +331,11 @@ class ScoreResult:
         scores.
         """
         source = self.source
-        alone = score_source(source.store, source.train, source.name, source.method, run.settings)
+        alone = ScoreSource(
+            *(source.store, source.train, source.name, source.method),
+            layout=run.settings.layout,
+            device=source.device,
+        )
         record = _record(run.workspace, run.settings, alone, run, stored=dense, shown=shown)
         return Scores.from_record(record, ends)
 

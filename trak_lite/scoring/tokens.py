@@ -101,15 +101,14 @@ def split_scores(
     numbers = np.unique(checked_rows(scores, rows))
     factors = scores.source.row_factors(numbers)
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
-    places = {str(term.train.spec.fingerprint["weights"]): place for place, term in enumerate(terms)}
-    train_tables = {digest: terms[place].train for digest, place in places.items()}
+    digests, tables = scores.source.digests, scores.source.train
     batches = train.batches(rows_in_batches(numbers, 1))
     found = [_TokenRow.of(batch, int(number), len(wanted), shift=shift) for (number,), batch in batches]
     together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
 
     def visit(digest: str, _: str) -> None:
-        place = places[digest]
+        place = digests.index(digest)
         model_id = model_id_of(terms[place].train)
         own_targets = terms[place].targets
         factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
@@ -129,7 +128,7 @@ def split_scores(
                 products = (in_float64(features) @ preconditioned.T).cpu().numpy()
                 row.scores[positions] += products * factor_of[row.number]
 
-    session.visit(train_tables, visit, purpose="to score tokens")
+    session.visit(dict(zip(digests, tables, strict=True)), visit, purpose="to score tokens")
     return {row.number: row.scores.astype(np.float32) for row in found}
 
 

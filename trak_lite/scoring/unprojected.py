@@ -23,6 +23,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
+from trak_lite.featurizing.unprojected import by_name, gradients_of, products_with
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
@@ -255,15 +256,25 @@ class _Scorer:
         total = np.zeros((len(rows), len(block)), np.float32)
         q = np.zeros(len(rows))
         count = 0
+        session, inverse, progress = self.session, self.method.inverse, self.session.run.progress
+        parameters, scope = session.settings.parameters, self.method.unit_scope(session.settings.layout)
+        # Products become cosines, if the method is that of cosines.
+        normalization = None if scope is None else Normalization("unit", scope=scope)
 
         def add(digest: str, label: str, weight: float) -> None:
             nonlocal count
             count += 1
-            solved = self._solved(block, digest, label)
-            train = self.session.gradient_pass(self.train, normalization=self._cosines())
-            parts = train.products(
-                rows, solved, label=f"Scoring, {label}", progress=self.session.run.progress
-            )
+            passes = session.row_pass(self.targets, 0, normalization=normalization)
+            solved = gradients_of(passes, block, parameters, label=f"Targets, {label}", progress=progress)
+            if inverse is not None:
+                session.workspace.created()  # the fit is stored
+                solution = session.inverse(digest, label, inverse, self.train).solve(solved)
+                solved = solution.gradients
+                if solution.convergence is not None:
+                    self._convergence.setdefault(digest, []).append(solution.convergence)
+            passes = session.row_pass(self.train, 0, normalization=normalization)
+            targets = by_name(solved, parameters)
+            parts = products_with(targets, passes, rows, label=f"Scoring, {label}", progress=progress)
             done = 0
             for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
                 stop = done + len(products)
@@ -280,21 +291,3 @@ class _Scorer:
         if self.method.q == "inside":
             products = products * q.to(products)[:, None]
         return None, products.float(), precise(q)
-
-    def _solved(self, block: NDArray[np.int64], digest: str, label: str) -> Tensor:
-        """Return the gradients of the targets at the loaded checkpoint, multiplied by the inverse, ``(m, P)``."""
-        targets = self.session.gradient_pass(self.targets, normalization=self._cosines())
-        gradients = targets.gradients(block, label=f"Targets, {label}", progress=self.session.run.progress)
-        if self.method.inverse is None:
-            return gradients
-        self.session.workspace.created()  # the fit is stored
-        inverse = self.session.inverse(digest, label, self.method.inverse, self.train)
-        solution = inverse.solve(gradients)
-        if solution.convergence is not None:
-            self._convergence.setdefault(digest, []).append(solution.convergence)
-        return solution.gradients
-
-    def _cosines(self) -> Normalization | None:
-        """Return the normalisation that turns products into cosines, if the method is that of cosines."""
-        scope = self.method.unit_scope(self.session.settings.layout)
-        return None if scope is None else Normalization("unit", scope=scope)

@@ -39,9 +39,8 @@ from trak_lite.errors import CorruptStoreError, NonFiniteError, UnsupportedModel
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.unrolled.dropout import step_key
-from trak_lite.unrolled.operations import Operations
 from trak_lite.unrolled.optimizers import Named, State
-from trak_lite.unrolled.program import Part, naming_failures, repeatable
+from trak_lite.unrolled.program import Operations, Part, naming_failures, repeatable
 from trak_lite.unrolled.runs import TrainingRun
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
@@ -86,7 +85,16 @@ class Replay:
 
         def measured(count: int) -> int:
             ones = State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(final)))
-            return _peak_bytes(lambda: self._adjoint(0, first, ones, None, count))
+            collected = gc.isenabled()
+            gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on this
+            used = Operations()
+            try:
+                with used:
+                    self._adjoint(0, first, ones, None, count)
+            finally:
+                if collected:
+                    gc.enable()
+            return used.peak_bytes
 
         one = measured(1)
         return one, max(1, measured(2) - one) if 4 * one <= self._max_bytes else one
@@ -273,17 +281,3 @@ def _vjp(function: Callable[..., Any], *at: Any) -> tuple[Any, Callable[[Any], A
     """Return the value of a function, and the map from cotangents of the value to those of the arguments."""
     value, back = vjp(function, *at)[:2]
     return value, back
-
-
-def _peak_bytes(function: Callable[[], Any]) -> int:
-    """Return the most bytes of tensors that a function makes and holds at the same time."""
-    collected = gc.isenabled()
-    gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on the result
-    used = Operations()
-    try:
-        with used:
-            function()
-    finally:
-        if collected:
-            gc.enable()
-    return used.peak_bytes

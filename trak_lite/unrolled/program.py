@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._devices import forked_rng, full_float32, switched_off
 from trak_lite._validate import positive_int, real_at_least
@@ -37,7 +39,7 @@ from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import model_device
-from trak_lite.run.sources import describe_source
+from trak_lite.run.repeats import describe_source
 from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import SeededDropout, step_key
 from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State
@@ -188,7 +190,15 @@ class Program:
         self.device = model_device(model)
         self.names = list(select_parameters(model, recipe.grad_wrt))
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        _refuse_batch_norm(model)
+        for name, module in model.named_modules():
+            # Without running statistics, those of the batch are used in eval mode too.
+            is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+            if is_batch_norm and (module.training or module.running_mean is None):
+                raise UnsupportedModelError(
+                    f"{name or 'The model'} ({type(module).__name__}) normalises with the statistics of the batch, so "
+                    "the loss of a row depends on the others. Return the model from model_fn with this layer in eval "
+                    "mode and with running statistics, or use group or layer normalisation."
+                )
 
     def start(self, model: nn.Module) -> tuple[State, Frozen]:
         """Return copies of a model's tensors: the state before the first step, and what stays."""
@@ -346,18 +356,6 @@ def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
     )
 
 
-def _refuse_batch_norm(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        # Without running statistics, those of the batch are used in eval mode too.
-        is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if is_batch_norm and (module.training or module.running_mean is None):
-            raise UnsupportedModelError(
-                f"{name or 'The model'} ({type(module).__name__}) normalises with the statistics of the batch, so the "
-                "loss of a row depends on the others. Return the model from model_fn with this layer in eval mode and "
-                "with running statistics, or use group or layer normalisation."
-            )
-
-
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
     """Run training steps in the block with the kernels that every repetition and every derivative use."""
@@ -377,3 +375,44 @@ def naming_failures(model: nn.Module, doing: str, advice: str = "") -> Iterator[
         raise UnsupportedModelError(
             f"torch cannot {doing} {type(model).__name__} ({type(error).__name__}: {error!s:.300}).{advice}"
         ) from error
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Watches the operations in its context, also those of functions that are no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+        self.peak_bytes = 0
+        """Largest sum of bytes of the tensors that they made and that existed at the same time."""
+        self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.names.add(func.__name__)
+        given = {id(storage) for storage in _storages((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for storage in _storages(found):
+            place, size = id(storage), storage.nbytes()
+            if place not in given and place not in self._known:
+                self._known.add(place)
+                self._now += size
+                weakref.finalize(storage, self._freed, place, size)
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        return found
+
+    def _freed(self, place: int, size: int) -> None:
+        self._known.discard(place)
+        self._now -= size
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all strided tensors in nested values; sparse ones have none of their own."""
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf.untyped_storage() for leaf in leaves if leaf.layout is torch.strided]

@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -30,16 +30,21 @@ from trak_lite.errors import (
 )
 from trak_lite.modelout_functions._describe import tensor_json
 from trak_lite.models.checkpoints import bare_name, weights_digest
-from trak_lite.run.repeats import SAME, compare, conditions
-from trak_lite.run.sources import describe_source
+from trak_lite.run.repeats import SAME, compare, conditions, describe_source
 from trak_lite.store import RemotePlace
 from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.disk.sealed import BLANK, RUN, SEAL, run_identity, seal, sealed_content
 from trak_lite.store.manifest import canonical_json, compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
-from trak_lite.unrolled.operations import Operations
 from trak_lite.unrolled.optimizers import Adam, State
-from trak_lite.unrolled.program import Part, Program, TrainingSettings, naming_failures, repeatable
+from trak_lite.unrolled.program import (
+    Operations,
+    Part,
+    Program,
+    TrainingSettings,
+    naming_failures,
+    repeatable,
+)
 from trak_lite.unrolled.states import StateFiles
 from trak_lite.unrolled.subsets import (
     SubsetTraining,
@@ -205,18 +210,17 @@ class TrainingRun:
             )
         exact = made.get("conditions") == now["conditions"]
         for first, last in {numbers[0]: numbers[1], numbers[-2]: numbers[-1]}.items():
-            repeat = partial(self._repeated, first, last)
+
+            def repeat(_: int, first: int = first, last: int = last) -> State:
+                with repeatable(self.device):
+                    return self.steps(self.states.get(first), first, last)
+
             # Another process, perhaps with other threads, may have continued the run after its first segment.
             here = exact and first == numbers[0]
             found = compare(self.states.get(last), repeat, self._distance(first, last), exact=here)
             if found.is_random or not found.is_same:
                 raise ManifestMismatchError(_changed(first, last, found.apart))
             logger.info("Steps %d to %d were repeated and lead to the stored weights.", first, last - 1)
-
-    def _repeated(self, first: int, last: int, number: int) -> State:
-        """Return the state ``last``, repeated from a stored one for the first (0) or second time (1)."""
-        with repeatable(self.device):
-            return self.steps(self.states.get(first), first, last)
 
     def _distance(self, first: int, last: int) -> Callable[[State, State], float]:
         """Return the distance of states in units of the change from one stored state to another."""
@@ -419,24 +423,21 @@ class Recipe(TrainingSettings):
         made, remedy = run._record().get("fingerprint", {}), "Train this recipe in another folder."
         compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
         run.require_same()
+        last = run.num_steps
+        every = 1 if checkpoints == "all" else math.ceil(math.sqrt(last))
+        if interval is not None:
+            every = positive_int(interval=interval)
+        wanted: Iterable[int] = range(0, last, every)
+        if checkpoints == "log" and interval is None:
+            wanted = (last - (1 << k) for k in range(last.bit_length()))
         with repeatable(run.device):
-            run._finish(_wanted(run.num_steps, checkpoints, interval), progress)
+            run._finish({*wanted, last}, progress)
         return run
 
     @property
     def train_fn(self) -> SubsetTraining:
         """A ``train_fn(rows, seed)`` for :func:`~trak_lite.verify` and ``retrain_many``: trains on the subset alone."""
         return SubsetTraining(self, keep_order=False)
-
-
-def _wanted(num_steps: int, spacing: Spacing, interval: int | None) -> set[int]:
-    """Return the numbers of the states to store; the last one is among them."""
-    if interval is not None:
-        return {*range(0, num_steps, positive_int(interval=interval)), num_steps}
-    if spacing == "log":
-        return {num_steps, *(num_steps - (1 << k) for k in range(num_steps.bit_length()))}
-    every = 1 if spacing == "all" else math.ceil(math.sqrt(num_steps))
-    return {*range(0, num_steps, every), num_steps}
 
 
 def _fingerprint(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import torch
@@ -169,38 +170,31 @@ def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
 
 
 def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None:
+    """Store what the first pass tells of a unit; the eigenvalues of gradients with factors only for K-FAC."""
     unit, scale, joint = sums.unit, rows.scale, sums.is_joint
-    bias_values = None
+    zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
+    outputs, inputs, values, bias = None, None, None, None
+    if sums.is_factored and sums.inputs is not None and sums.outputs is not None:
+        factor = sums.inputs
+        if not joint and unit.bias is not None:  # without the column of ones
+            factor = factor[:-1] if factor.dim() == 1 else factor[:-1, :-1]
+        in_values, inputs = decomposed(factor, what=f"the inputs of {unit.weight!r}")
+        out_values, outputs = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
+        if not rows.method.correct_eigenvalues:
+            # Both factors are sums over the same rows, draws and positions, so one is divided by their number
+            # (arXiv:1602.01407).
+            values = scale * torch.outer(out_values, in_values) / sums.num_positions
+    else:
+        values = scale * (zeros(unit.rows, unit.columns) if sums.squares is None else sums.squares)
     if unit.bias is not None and not joint:
-        nothing = torch.zeros(1, unit.rows, dtype=torch.float32, device="cpu")
-        bias_values = (scale * (nothing if sums.bias_squares is None else sums.bias_squares)).to(sums.dtype)
-    if not sums.is_factored or sums.inputs is None or sums.outputs is None:
-        squares = (
-            torch.zeros(unit.rows, unit.columns, dtype=torch.float32, device="cpu")
-            if sums.squares is None
-            else sums.squares
-        )
-        found.put(values=(scale * squares).to(sums.dtype))
-        found.put(
-            joint=torch.zeros((), dtype=torch.float32, device="cpu"),
-            bias=bias_values,
-            outputs=None,
-            inputs=None,
-        )
-        return
-    factor = sums.inputs
-    if not joint and unit.bias is not None:  # without the column of ones
-        factor = factor[:-1] if factor.dim() == 1 else factor[:-1, :-1]
-    in_values, in_vectors = decomposed(factor, what=f"the inputs of {unit.weight!r}")
-    out_values, out_vectors = decomposed(sums.outputs, what=f"the output gradients of {unit.weight!r}")
-    outputs, inputs = (None if side is None else side.to(sums.dtype) for side in (out_vectors, in_vectors))
-    if not rows.method.correct_eigenvalues:
-        # Both factors are sums over the same rows, draws and positions, so one is divided by their number
-        # (arXiv:1602.01407).
-        products = scale * torch.outer(out_values, in_values) / sums.num_positions
-        found.put(values=products.to(sums.dtype))
-    joint_number = torch.tensor(float(joint), dtype=torch.float32, device="cpu")
-    found.put(joint=joint_number, bias=bias_values, outputs=outputs, inputs=inputs)
+        bias = scale * (zeros(1, unit.rows) if sums.bias_squares is None else sums.bias_squares)
+    if values is not None:
+        found.put(values=values.to(sums.dtype))
+    sides = {"bias": bias, "outputs": outputs, "inputs": inputs}
+    found.put(
+        joint=torch.tensor(float(joint), dtype=torch.float32, device="cpu"),
+        **{name: None if side is None else side.to(sums.dtype) for name, side in sides.items()},
+    )
 
 
 def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:

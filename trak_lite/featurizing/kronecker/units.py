@@ -194,7 +194,10 @@ class UnitSums:
     bias_squares: Tensor | None = None
     """``(1, rows)``."""
     dtype: torch.dtype = torch.float32
-    _apart: tuple[Tensor, Tensor] | None = None
+    _gap: Tensor | None = None
+    """Sum of the weight's output gradients minus that of the gradients of the bias, ``(rows,)``."""
+    _size: Tensor | float = 0.0
+    """Sum of the absolute output gradients."""
 
     @property
     def is_factored(self) -> bool:
@@ -209,10 +212,9 @@ class UnitSums:
     @property
     def is_joint(self) -> bool:
         """Whether the gradient of the bias is the sum of the weight's output gradients, so both are one matrix."""
-        if self.unit.bias is None or not self.is_factored or self._apart is None:
+        if self.unit.bias is None or not self.is_factored or self._gap is None:
             return False
-        gap, size = self._apart
-        return bool((gap.abs() <= _SAME * size).all())
+        return bool((self._gap.abs() <= _SAME * self._size).all())
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
@@ -248,7 +250,9 @@ class UnitSums:
                 self.inputs[:-1, -1] += x.sum(0)
             self.inputs.view(-1)[-1] += used
             wide = self.outputs.dtype
-            self._compare(g.sum(0, dtype=wide), g.abs().sum(0, dtype=wide))
+            gap = g.sum(0, dtype=wide)
+            self._gap = gap if self._gap is None else self._gap + gap
+            self._size = self._size + g.abs().sum(0, dtype=wide)
 
     def _add_bias(self, block: GradientBlock) -> None:
         grads = precise(block.dense())
@@ -257,7 +261,7 @@ class UnitSums:
         squares = grads.square().sum(0, dtype=wide).unsqueeze(0)
         self.bias_squares = squares if self.bias_squares is None else self.bias_squares.add_(squares)
         total = grads.sum(0, dtype=wide)
-        self._compare(-total, torch.zeros_like(total))
+        self._gap = -total if self._gap is None else self._gap - total
 
     def _add_squares(self, block: GradientBlock) -> None:
         shape = (self.unit.rows, self.unit.columns)
@@ -277,11 +281,6 @@ class UnitSums:
     def _zeros(self, side: int, device: torch.device) -> Tensor:
         shape = (side,) if side > self.max_side else (side, side)
         return torch.zeros(shape, dtype=wide_dtype(device), device=device)
-
-    def _compare(self, gap: Tensor, size: Tensor) -> None:
-        if self._apart is None:
-            self._apart = (torch.zeros_like(gap), torch.zeros_like(size))
-        self._apart = (self._apart[0] + gap, self._apart[1] + size)
 
 
 def _add_second_moments(total: Tensor, rows: Tensor) -> None:
