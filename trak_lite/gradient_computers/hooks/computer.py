@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -153,11 +153,10 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
-        yield self._anew(), batch, list(positions)
+        yield self._unchecked(), batch, list(positions)
 
-    def _anew(self) -> Self:
-        """Return a computer without plans and without self-check."""
-        again = self._unchecked()
+    def _unchecked(self) -> Self:
+        again = super()._unchecked()
         again._plans, again._paths = {}, {}
         return again
 
@@ -247,7 +246,6 @@ class HookGradientComputer(AbstractStreamingComputer):
             self._output(take_rows(batch, [0]))  # not recorded: FSDP2 initialises in its first pass
         try:
             plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
-            plan.only_in_model = False  # hooks of FSDP2 run parts of the model before and after it
             if plan.routed:
                 refusal = UnsupportedModelError(
                     "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
@@ -274,7 +272,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         kept = select_parameters(self.model, self.grad_wrt)
         if not batch_size(batch):
             raise InvalidInputError("The batch is empty. Pass at least one sample.")
-        again = self._anew()
+        again = self._unchecked()
         again.self_check, again.strict, again._is_repeatable = self.self_check, False, True
         try:
             again._stream(take_rows(batch, [0, min(1, batch_size(batch) - 1)]), lambda _: None)
@@ -393,11 +391,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
         grad_pass = GradientPass(plan, part.kept, ledger)
         try:
-            with grad_pass.installed(self._tree or ModelTree(self.model)):
-                with nullcontext() if plan.only_in_model else grad_pass:
-                    terms = self.terms(part.batch)
-                with grad_pass:
-                    grad_pass.backward(terms.output)
+            with grad_pass.installed(self._tree or ModelTree(self.model)), grad_pass:
+                terms = self.terms(part.batch)
+                grad_pass.backward(terms.output)
         except UnexpectedRowsError as error:
             if self._sharded is not None:
                 raise UnsupportedModelError(
