@@ -117,8 +117,13 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     """Incremented whenever the values of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
     """False if the loss is linear in f or its curvature is unknown; w is then zero and is not used as a weight."""
-    _setting_names: ClassVar[tuple[str, ...]] = ()
-    """Attributes that :meth:`settings` returns."""
+    _checks: ClassVar[Mapping[str, Callable[..., Any] | None]] = {}
+    """Of a task of this package, which is a dataclass: the fields that are settings, and what checks each alone."""
+
+    def __post_init__(self) -> None:
+        for name, check in self._checks.items():
+            if check is not None:
+                setattr(self, name, check(**{name: getattr(self, name)}))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Choose between the native and the original TRAK's interface by the methods that the subclass defines.
@@ -246,7 +251,7 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that affect the results (a temperature, a choice of f) as JSON values."""
-        values = {name: getattr(self, name) for name in self._setting_names}
+        values = {name: getattr(self, name) for name in self._checks}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_digest(self) -> str | None:
