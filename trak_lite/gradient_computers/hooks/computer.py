@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -246,6 +246,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             self._output(take_rows(batch, [0]))  # not recorded: FSDP2 initialises in its first pass
         try:
             plan = make_plan(self.model, read, batch, self._output, may_repeat=False)
+            plan.only_in_model = False  # hooks of FSDP2 run parts of the model before and after it
             if plan.routed:
                 refusal = UnsupportedModelError(
                     "The model is sharded, and selects, sorts or moves rows depending on values, which hooks support "
@@ -391,9 +392,11 @@ class HookGradientComputer(AbstractStreamingComputer):
         ledger = GradientLedger(part.kept, batch_size(part.batch), sink, part.start, self.keep_factors)
         grad_pass = GradientPass(plan, part.kept, ledger)
         try:
-            with grad_pass.installed(self._tree or ModelTree(self.model)), grad_pass:
-                terms = self.terms(part.batch)
-                grad_pass.backward(terms.output)
+            with grad_pass.installed(self._tree or ModelTree(self.model)):
+                with nullcontext() if plan.only_in_model else grad_pass:
+                    terms = self.terms(part.batch)
+                with grad_pass:
+                    grad_pass.backward(terms.output)
         except UnexpectedRowsError as error:
             if self._sharded is not None:
                 raise UnsupportedModelError(

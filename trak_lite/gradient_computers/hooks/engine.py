@@ -79,6 +79,12 @@ class GradientPass(AbstractInterceptor):
 
     # Forward
 
+    def model_runs(self, by: int, *_: Any) -> None:
+        """Start or stop the interception with the model, if nothing else reads parameters."""
+        before, self.depth = self.depth, self.depth + by
+        if self._plan.only_in_model and not (before and self.depth):
+            self.__exit__(None, None, None) if before else self.__enter__()  # type: ignore[no-untyped-call]
+
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on parameters; detach them if it reads samples, otherwise track its result."""
         if self.inside:

@@ -105,6 +105,8 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
                     handles.append(module.register_forward_pre_hook(self._note_order, with_kwargs=True))
             yield
         finally:
+            if self.depth:  # torch calls no hook after KeyboardInterrupt
+                self.model_runs(-self.depth)
             for handle in handles:
                 handle.remove()
 

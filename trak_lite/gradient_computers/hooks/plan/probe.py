@@ -76,6 +76,8 @@ class Plan:
     """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
+    only_in_model: bool = False
+    """Whether all of them ran while the model did, so that the output function's need not be intercepted."""
     methods: Mapping[str, Mapping[str, None]] = field(default_factory=dict)
     """The rules that computed each parameter's gradient in the last pass."""
     escaped: Sequence[str] = ()
@@ -146,6 +148,7 @@ def make_plan(
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
         )
         pairs = _relevant(two, three, plan)
+        plan.only_in_model = all(three.records[place].in_model for _, place in pairs)
         if [record.function for record in two.records] != [record.function for record in three.records]:
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
         _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)

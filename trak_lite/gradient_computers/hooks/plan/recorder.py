@@ -64,6 +64,8 @@ class Record:
     """Reasons why the rows of its arguments may belong to any sample."""
     value_free: list[bool]
     """Per tensor argument: whether it is the same for all batches of equal size."""
+    in_model: bool = False
+    """Whether it ran while the model did, not in the output function."""
 
     @property
     def has_unknown_rows(self) -> bool:
@@ -250,6 +252,7 @@ class Recorder(AbstractInterceptor):
         return out
 
     def _record(self, record: Record) -> None:
+        record.in_model = self.depth > 0
         self.records.append(record)
         for tensor in record.outputs:
             if tensor.requires_grad:
