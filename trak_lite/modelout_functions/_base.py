@@ -7,6 +7,7 @@ import inspect
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import torch
@@ -265,6 +266,7 @@ def _definer(cls: type, name: str) -> int:
 
 
 @final
+@dataclass(eq=False)
 class CallableModelOutput(AbstractModelOutput):
     """Computes f by ``function(model_call, batch) -> (B,)``. The loss is L = -f, so q = 1 and w = 0.
 
@@ -272,23 +274,17 @@ class CallableModelOutput(AbstractModelOutput):
     the other samples of the batch. For another loss write a class with :meth:`AbstractModelOutput.evaluate`.
     """
 
-    has_curvature: bool = False
+    has_curvature = False
 
-    def __init__(self, function: TaskFunction) -> None:
-        """Store the function.
+    function: TaskFunction
+    """Returns f of every sample, given a :class:`ModelCall` and a batch."""
 
-        Args:
-            function: Returns f of every sample, given a :class:`ModelCall` and a batch.
-
-        Raises:
-            InvalidInputError: If it cannot be called.
-        """
-        if not callable(function):
+    def __post_init__(self) -> None:
+        if not callable(self.function):
             raise InvalidInputError(
-                f"The model output function is a {type(function).__name__}. Expected a callable "
+                f"The model output function is a {type(self.function).__name__}. Expected a callable "
                 "f(model_call, batch)."
             )
-        self.function = function
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
