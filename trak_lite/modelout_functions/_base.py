@@ -109,6 +109,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     :class:`~trak_lite.errors.InvalidInputError` when run eagerly, and gives a NaN f with a NaN gradient under
     ``torch.func`` transforms.
 
+    The package's own tasks are dataclasses of their settings, and raise ``InvalidInputError`` if one is not allowed.
+
     Source: TRAK (arXiv:2303.14186), sections 2 and 3.4.
     """
 
