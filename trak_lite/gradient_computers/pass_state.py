@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trak_lite._devices import rng_state
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.modelout_functions._describe import functions_of
 
 _MOST_DESCRIBED: Final = 1 << 14
 """Entries of a list or a dict that are compared by value; larger ones are compared by identity and length."""
@@ -125,19 +126,9 @@ def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
     for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
         if _package_of(found.__module__) not in ("torch", "builtins"):
             for name, value in vars(found).items():
-                yield from _functions_of(value)
+                yield from functions_of(value)
                 if not name.startswith("__") and isinstance(value, (*_ATOMS, list, dict, set, Tensor)):
                     yield value
-
-
-def _functions_of(value: Any) -> Iterator[Any]:
-    """Yield the functions of an attribute of a class."""
-    if isinstance(value, property):
-        yield from filter(None, (value.fget, value.fset))
-    elif isinstance(value, staticmethod | classmethod):
-        yield value.__func__
-    elif isinstance(value, types.FunctionType):
-        yield value
 
 
 def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
@@ -168,7 +159,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
         read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
         return [described(one) for one in (*cells, *read, *vars(value).values(), value.__defaults__)]
     if isinstance(value, property | staticmethod | classmethod):
-        return [described(one) for one in _functions_of(value)]
+        return [described(one) for one in functions_of(value)]
     if isinstance(value, functools._lru_cache_wrapper):
         return value.cache_info().currsize
     if isinstance(value, Mapping):

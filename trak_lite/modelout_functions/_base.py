@@ -7,6 +7,7 @@ import inspect
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
 import torch
@@ -114,6 +115,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     :class:`~trak_lite.errors.InvalidInputError` when run eagerly, and gives a NaN f with a NaN gradient under
     ``torch.func`` transforms.
 
+    The package's own tasks are dataclasses of their settings, and raise ``InvalidInputError`` if one is not allowed.
+
     Source: TRAK (arXiv:2303.14186), sections 2 and 3.4.
     """
 
@@ -123,8 +126,13 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     """Incremented whenever the values of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
     """False if the loss is linear in f or its curvature is unknown; w is then zero and is not used as a weight."""
-    _setting_names: ClassVar[tuple[str, ...]] = ()
-    """Attributes that :meth:`settings` returns."""
+    _checks: ClassVar[Mapping[str, Callable[..., Any] | None]] = {}
+    """Of a task of this package, which is a dataclass: the fields that are settings, and what checks each alone."""
+
+    def __post_init__(self) -> None:
+        for name, check in self._checks.items():
+            if check is not None:
+                setattr(self, name, check(**{name: getattr(self, name)}))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Choose between the native and the original TRAK's interface by the methods that the subclass defines.
@@ -252,7 +260,7 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that affect the results (a temperature, a choice of f) as JSON values."""
-        values = {name: getattr(self, name) for name in self._setting_names}
+        values = {name: getattr(self, name) for name in self._checks}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_digest(self) -> str | None:
@@ -266,6 +274,7 @@ def _definer(cls: type, name: str) -> int:
 
 
 @final
+@dataclass(eq=False)
 class CallableModelOutput(AbstractModelOutput):
     """Computes f by ``function(model_call, batch) -> (B,)``. The loss is L = -f, so q = 1 and w = 0.
 
@@ -273,23 +282,17 @@ class CallableModelOutput(AbstractModelOutput):
     the other samples of the batch. For another loss write a class with :meth:`AbstractModelOutput.evaluate`.
     """
 
-    has_curvature: bool = False
+    has_curvature = False
 
-    def __init__(self, function: TaskFunction) -> None:
-        """Store the function.
+    function: TaskFunction
+    """Returns f of every sample, given a :class:`ModelCall` and a batch."""
 
-        Args:
-            function: Returns f of every sample, given a :class:`ModelCall` and a batch.
-
-        Raises:
-            InvalidInputError: If it cannot be called.
-        """
-        if not callable(function):
+    def __post_init__(self) -> None:
+        if not callable(self.function):
             raise InvalidInputError(
-                f"The model output function is a {type(function).__name__}. Expected a callable "
+                f"The model output function is a {type(self.function).__name__}. Expected a callable "
                 "f(model_call, batch)."
             )
-        self.function = function
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""

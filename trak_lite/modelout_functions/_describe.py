@@ -155,7 +155,8 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*_SIMPLE, FunctionType, BuiltinFunctionType))
 
 
-def _functions_of(member: Any) -> list[Any]:
+def functions_of(member: Any) -> list[Any]:
+    """Return the functions of a class's attribute: of a method, a property, a cached function."""
     if isinstance(member, property):
         member_functions = [member.fget, member.fset]
     elif isinstance(member, functools.cached_property):
@@ -316,7 +317,7 @@ class _Description:
             parts.append(sha256(source_bytes(base)))
             for name, member in sorted(vars(base).items()):
                 path = f"{base.__name__}.{name}"
-                parts.extend([path, self.value(function, path)] for function in _functions_of(member))
+                parts.extend([path, self.value(function, path)] for function in functions_of(member))
                 if isinstance(member, _PLAIN) and not name.startswith("__"):
                     parts.append([path, self.value(member, path)])
         return json.dumps(parts).encode()

@@ -128,6 +128,14 @@ def labels_tensor(labels: Any, shape: str, seen: str = "The labels are") -> Tens
     return labels
 
 
+def true_or_false(**named: object) -> bool:
+    """Return the one keyword value; raise if it is no boolean."""
+    ((name, value),) = named.items()
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
 def precise(tensor: Tensor, *, what: str) -> Tensor:
     """Return a tensor in float32 or wider; raise if its dtype is not a real floating point one."""
     if not tensor.is_floating_point():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
@@ -41,6 +43,7 @@ _STATES = ("sentence_embedding", "embeddings", "last_hidden_state")
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class ContrastiveModelOutput(AbstractModelOutput):
     r"""Margin of the positive over the negatives of the same row, as in InfoNCE without negatives from the batch.
 
@@ -62,29 +65,19 @@ class ContrastiveModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "contrastive"
-    _setting_names = ("temperature", "similarity", "pooling")
 
-    def __init__(
-        self,
-        *,
-        temperature: float = 0.05,
-        similarity: Literal["cosine", "dot"] = "cosine",
-        pooling: Literal["mean", "first", "last"] = "mean",
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            temperature: T.
-            similarity: Cosine or inner product of two embeddings.
-            pooling: How states of tokens become an embedding: their mean, or the state of the first or the last token,
-                over positions where ``attention_mask`` is not 0.
-
-        Raises:
-            InvalidInputError: If a setting is unknown, or the temperature is not a finite number above 0.
-        """
-        self.temperature = positive_real(temperature=temperature)
-        self.similarity = one_of(("cosine", "dot"), similarity=similarity)
-        self.pooling = one_of(("mean", "first", "last"), pooling=pooling)
+    temperature: float = 0.05
+    """T, above 0."""
+    similarity: Literal["cosine", "dot"] = "cosine"
+    """Cosine or inner product of two embeddings."""
+    pooling: Literal["mean", "first", "last"] = "mean"
+    """How states of tokens become an embedding: their mean, or the state of the first or the last token, over positions
+    where ``attention_mask`` is not 0."""
+    _checks: ClassVar = {
+        "temperature": positive_real,
+        "similarity": partial(one_of, ("cosine", "dot")),
+        "pooling": partial(one_of, ("mean", "first", "last")),
+    }
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
@@ -166,7 +159,16 @@ class _Pairs(NamedTuple):
     scale: Tensor | None
 
 
+def _two_names(**named: Any) -> tuple[str, ...] | None:
+    """Return the one keyword value; raise if it is not two names or ``None``."""
+    ((field_name, names),) = named.items()
+    if names is not None and len(set(names)) != 2:
+        raise InvalidInputError(f"{field_name} is {names!r}. Expected two distinct names, or None.")
+    return None if names is None else tuple(names)
+
+
 @final
+@dataclass(eq=False)
 class CLIPModelOutput(AbstractModelOutput):
     r"""Sum of the image's and the text's margin, computed against a fixed subset S of embedded pairs.
 
@@ -190,37 +192,31 @@ class CLIPModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "clip"
-    _setting_names = ("temperature", "simulated_batch_size", "seed", "input_names")
 
-    def __init__(
-        self,
-        temperature: float | None = None,
-        simulated_batch_size: int = 300,
-        *,
-        seed: int = 0,
-        input_names: Sequence[str] | None = ("image", "text"),
-        pairs: Iterable[Batch] | None = None,
-    ) -> None:
-        """Store the settings.
+    temperature: float | None = None
+    """The factor s on the similarities (named as in the original TRAK); ``None`` uses the model's scale."""
+    simulated_batch_size: int = 300
+    """Number of negatives S."""
+    seed: int = field(default=0, kw_only=True)
+    """Seed of the draw of negatives."""
+    input_names: Sequence[str] | None = field(default=("image", "text"), kw_only=True)
+    """Keywords for the two parts of a positional batch; ``None`` passes them by position."""
+    pairs: Iterable[Batch] | None = field(default=None, kw_only=True, repr=False)
+    """Batches of pairs that are embedded for every checkpoint, see :meth:`get_embeddings`: a list or a loader that
+    yields the same batches in the same order each time."""
+    _negatives: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
+    _checks: ClassVar = {
+        "temperature": lambda temperature: (
+            None if temperature is None else positive_real(temperature=temperature)
+        ),
+        "simulated_batch_size": positive_int,
+        "seed": integer,
+        "input_names": _two_names,
+    }
 
-        Args:
-            temperature: The factor s on the similarities (named as in the original TRAK); ``None`` uses the
-                model's scale.
-            simulated_batch_size: Number of negatives S.
-            seed: Seed of the draw of negatives.
-            input_names: Keywords for the two parts of a positional batch; ``None`` passes them by position.
-            pairs: Batches of pairs that are embedded for every checkpoint, see :meth:`get_embeddings`: a list or a
-                loader that yields the same batches in the same order each time.
-
-        Raises:
-            InvalidInputError: If a setting is out of range, or ``pairs`` can be read only once or shuffles.
-        """
-        self.temperature = None if temperature is None else positive_real(temperature=temperature)
-        self.simulated_batch_size = positive_int(simulated_batch_size=simulated_batch_size)
-        self.seed = integer(seed=seed)
-        self.input_names = None if input_names is None else tuple(input_names)
-        if self.input_names is not None and len(set(self.input_names)) != 2:
-            raise InvalidInputError(f"input_names is {input_names!r}. Expected two distinct names, or None.")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pairs = self.pairs
         # The next checkpoint would have other negatives.
         if pairs is not None and (isinstance(pairs, Iterator) or not isinstance(pairs, Iterable)):
             raise InvalidInputError(
@@ -232,8 +228,6 @@ class CLIPModelOutput(AbstractModelOutput):
                 "pairs is a DataLoader that shuffles. Expected the same order each time, so that every checkpoint "
                 "has the same negatives and a stopped run can go on: DataLoader(..., shuffle=False)."
             )
-        self.pairs = pairs
-        self._negatives: tuple[Tensor, Tensor] | None = None
 
     def prepare(self, model: nn.Module) -> None:
         """Call :meth:`get_embeddings` with ``pairs``, if there are any: the same pairs for every checkpoint."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
@@ -52,6 +54,7 @@ class _Rows(NamedTuple):
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class DiffusionModelOutput(AbstractModelOutput):
     r"""Minus half the squared error of a denoiser, for noise and timesteps that belong to the row.
 
@@ -77,38 +80,32 @@ class DiffusionModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "diffusion"
-    _setting_names = ("prediction", "schedule", "num_steps", "draws")
-    has_curvature: bool = False
+    has_curvature = False
 
-    def __init__(
-        self,
-        *,
-        prediction: Prediction = "epsilon",
-        schedule: str | Sequence[float] = "linear",
-        num_steps: int = 1000,
-        draws: int = 1,
-    ) -> None:
-        r"""Store the settings.
+    prediction: Prediction = "epsilon"
+    """What the model predicts."""
+    schedule: str | Sequence[float] = "linear"
+    r""":math:`\bar\alpha_t` for every timestep, or the name of a schedule: ``"linear"`` (betas from 1e-4 to 0.02 as in
+    DDPM), ``"scaled_linear"`` (squares of evenly spaced numbers from 0.00085 to 0.012, as in Stable Diffusion),
+    ``"cosine"`` (Nichol and Dhariwal, arXiv:2102.09672, equation 17)."""
+    num_steps: int = 1000
+    """S of a named schedule; a sequence has its own length."""
+    draws: int = 1
+    """D, draws of (timestep, noise) per row. Each costs one call of the model."""
+    _checks: ClassVar = {
+        "prediction": partial(one_of, ("epsilon", "sample", "v_prediction")),
+        "schedule": None,
+        "num_steps": positive_int,
+        "draws": positive_int,
+    }
 
-        Args:
-            prediction: What the model predicts.
-            schedule: :math:`\bar\alpha_t` for every timestep, or the name of a schedule: ``"linear"`` (betas from 1e-4
-                to 0.02 as in DDPM), ``"scaled_linear"`` (squares of evenly spaced numbers from 0.00085 to 0.012, as in
-                Stable Diffusion), ``"cosine"`` (Nichol and Dhariwal, arXiv:2102.09672, equation 17).
-            num_steps: S of a named schedule; a sequence has its own length.
-            draws: D, draws of (timestep, noise) per row. Each costs one call of the model.
-
-        Raises:
-            InvalidInputError: If a setting is out of range.
-        """
-        self.prediction: str = one_of(("epsilon", "sample", "v_prediction"), prediction=prediction)
-        self.draws = positive_int(draws=draws)
-        self.num_steps = positive_int(num_steps=num_steps)
-        if isinstance(schedule, str):
-            self.schedule: str | list[float] = one_of(sorted(_SCHEDULES), schedule=schedule)
-            self._levels = list(accumulate((1 - beta for beta in _SCHEDULES[schedule](num_steps)), mul))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.schedule, str):
+            named = _SCHEDULES[one_of(sorted(_SCHEDULES), schedule=self.schedule)]
+            self._levels = list(accumulate((1 - beta for beta in named(self.num_steps)), mul))
         else:
-            self.schedule = self._levels = [float(level) for level in schedule]
+            self.schedule = self._levels = [float(level) for level in self.schedule]
             if not self._levels or not all(0.0 <= level <= 1.0 for level in self._levels):
                 raise InvalidInputError(
                     "schedule must be the name of a schedule, or the cumulative products of 1 - beta for every "

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, TypeAlias, final
 
 import torch
@@ -26,6 +28,7 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
     split_labels,
     tensor_of,
+    true_or_false,
 )
 from trak_lite.modelout_functions._margins import (
     UniformNoise,
@@ -43,15 +46,18 @@ IGNORED = -100
 PositionOutput: TypeAlias = Literal["margin", "log_prob"]
 
 
+@dataclass(eq=False, kw_only=True)
 class PositionwiseModelOutput(AbstractModelOutput):
     """Sum over the labelled positions of a sample of log p, or of the margin."""
 
-    ignore_index: int = IGNORED
-    _setting_names: ClassVar[tuple[str, ...]] = ("output",)
+    ignore_index = IGNORED
 
-    def __init__(self, *, output: PositionOutput = "log_prob") -> None:
-        """Store the definition of f; any other value raises InvalidInputError."""
-        self.output = one_of(("margin", "log_prob"), output=output)
+    output: PositionOutput = "log_prob"
+    """Definition of f."""
+    _checks: ClassVar = {"output": partial(one_of, ("margin", "log_prob"))}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.has_curvature = self.output == "margin"
 
     @abstractmethod
@@ -170,6 +176,7 @@ def aligned_tokens(
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     r"""Sum over the n predicted tokens of a sample of the margin, or of log p.
 
@@ -188,23 +195,11 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "causal_language_modeling"
-    _setting_names = ("output", "shift")
 
-    def __init__(self, *, output: PositionOutput = "log_prob", shift: bool = True) -> None:
-        """Store the settings.
-
-        Args:
-            output: Definition of f.
-            shift: Whether position t of the logits predicts ``labels[t + 1]`` (labels are the input ids);
-                otherwise it predicts ``labels[t]``.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
-        super().__init__(output=output)
-        if not isinstance(shift, bool):
-            raise InvalidInputError(f"shift must be True or False, got {shift!r}.")
-        self.shift = shift
+    shift: bool = True
+    """Whether position t of the logits predicts ``labels[t + 1]`` (labels are the input ids); otherwise it predicts
+    ``labels[t]``."""
+    _checks: ClassVar = {**PositionwiseModelOutput._checks, "shift": true_or_false}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = token_inputs(batch)
@@ -234,7 +229,16 @@ class MaskedLanguageModelingModelOutput(PositionwiseModelOutput):
         return aligned_tokens(model_call(*args, **kwargs), labels, shift=False)
 
 
+def _token_id(**named: Any) -> int | None:
+    """Return the one keyword value; raise if it is no token."""
+    ((name, token),) = named.items()
+    if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
+        raise InvalidInputError(f"{name} must be a token id (0 or more) or None, got {token!r}.")
+    return token
+
+
 @final
+@dataclass(eq=False, kw_only=True)
 class SequenceToSequenceModelOutput(PositionwiseModelOutput):
     r"""Sum over the tokens of the answer of an encoder-decoder of log p, or of the margin.
 
@@ -247,34 +251,16 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "sequence_to_sequence"
-    _setting_names = ("output", "decoder_start_token_id", "pad_token_id")
 
-    def __init__(
-        self,
-        *,
-        output: PositionOutput = "log_prob",
-        decoder_start_token_id: int | None = None,
-        pad_token_id: int | None = None,
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            output: Definition of f.
-            decoder_start_token_id: First token of the decoder's input; ``None`` uses ``model.config``.
-            pad_token_id: Token in the decoder's input for labels of -100; ``None`` uses ``model.config``.
-
-        Raises:
-            InvalidInputError: For an unknown definition of f, or a token that is not a whole number.
-        """
-        super().__init__(output=output)
-        for name, token in (
-            ("decoder_start_token_id", decoder_start_token_id),
-            ("pad_token_id", pad_token_id),
-        ):
-            if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
-                raise InvalidInputError(f"{name} must be a token id (0 or more) or None, got {token!r}.")
-        self.decoder_start_token_id = decoder_start_token_id
-        self.pad_token_id = pad_token_id
+    decoder_start_token_id: int | None = None
+    """First token of the decoder's input; ``None`` uses ``model.config``."""
+    pad_token_id: int | None = None
+    """Token in the decoder's input for labels of -100; ``None`` uses ``model.config``."""
+    _checks: ClassVar = {
+        **PositionwiseModelOutput._checks,
+        "decoder_start_token_id": _token_id,
+        "pad_token_id": _token_id,
+    }
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         kwargs, labels = self._inputs(model_call.model, batch)
@@ -317,6 +303,7 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class DenseClassificationModelOutput(PositionwiseModelOutput):
     """Sum over the labelled positions of a sample of log p, or of the margin.
 
@@ -332,39 +319,31 @@ class DenseClassificationModelOutput(PositionwiseModelOutput):
     """
 
     name: ClassVar[str] = "dense_classification"
-    _setting_names = ("output", "class_axis", "ignore_index", "upsample")
 
-    def __init__(
-        self,
-        *,
-        output: PositionOutput = "log_prob",
-        class_axis: Literal[1, -1] = 1,
-        ignore_index: int = IGNORED,
-        upsample: bool = False,
-    ) -> None:
-        """Store the settings.
+    class_axis: Literal[1, -1] = 1
+    """Axis of the classes in the logits: 1 for ``(B, C, *P)``, -1 for ``(B, *P, C)``."""
+    ignore_index: int = IGNORED
+    """Label of positions without a label."""
+    upsample: bool = False
+    """Resize logits ``(B, C, h, w)`` to the size of the labels by bilinear interpolation, as Hugging Face does for
+    segmentation."""
+    _checks: ClassVar = {
+        **PositionwiseModelOutput._checks,
+        "class_axis": None,
+        "ignore_index": integer,
+        "upsample": None,
+    }
 
-        Args:
-            output: Definition of f.
-            class_axis: Axis of the classes in the logits: 1 for ``(B, C, *P)``, -1 for ``(B, *P, C)``.
-            ignore_index: Label of positions without a label.
-            upsample: Resize logits ``(B, C, h, w)`` to the size of the labels by bilinear interpolation, as
-                Hugging Face does for segmentation.
-
-        Raises:
-            InvalidInputError: If a setting is out of range.
-        """
-        super().__init__(output=output)
-        if class_axis not in (1, -1):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.class_axis not in (1, -1):
             raise InvalidInputError(
-                f"class_axis must be 1 (images) or -1 (tokens, queries), got {class_axis!r}."
+                f"class_axis must be 1 (images) or -1 (tokens, queries), got {self.class_axis!r}."
             )
-        self.ignore_index = integer(ignore_index=ignore_index)
-        if not isinstance(upsample, bool) or (upsample and class_axis != 1):
+        if not isinstance(self.upsample, bool) or (self.upsample and self.class_axis != 1):
             raise InvalidInputError(
-                f"upsample must be True or False, and True only with class_axis=1, got {upsample!r}."
+                f"upsample must be True or False, and True only with class_axis=1, got {self.upsample!r}."
             )
-        self.class_axis, self.upsample = class_axis, upsample
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = split_labels(batch)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, final
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from trak_lite.modelout_functions._inputs import (
     refuse_invalid,
     tensor_of,
     token_column,
+    true_or_false,
 )
 from trak_lite.modelout_functions._margins import (
     UniformNoise,
@@ -88,6 +91,7 @@ class _PreferenceModelOutput(AbstractModelOutput):
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class DPOModelOutput(_PreferenceModelOutput):
     r"""Direct preference optimisation: the margin of implicit rewards, divided by beta.
 
@@ -109,7 +113,6 @@ class DPOModelOutput(_PreferenceModelOutput):
     """
 
     name: ClassVar[str] = "dpo"
-    _setting_names = ("beta",)
     needed: ClassVar[tuple[str, ...]] = (
         "chosen_input_ids",
         "chosen_labels",
@@ -118,16 +121,9 @@ class DPOModelOutput(_PreferenceModelOutput):
         *_REFERENCES,
     )
 
-    def __init__(self, *, beta: float = 0.1) -> None:
-        """Store the settings.
-
-        Args:
-            beta: Factor of the difference of log-probabilities in the loss.
-
-        Raises:
-            InvalidInputError: If it is not a finite number above 0.
-        """
-        self.beta = positive_real(beta=beta)
+    beta: float = 0.1
+    """Factor of the difference of log-probabilities in the loss, above 0."""
+    _checks: ClassVar = {"beta": positive_real}
 
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = _answers_log_probs(model_call, fields)
@@ -238,7 +234,22 @@ _ADVANTAGES, _OLD, _REFERENCE = "advantages", "old_logps", "ref_logps"
 _NEEDED = ("labels", _ADVANTAGES)
 
 
+def _ends(**named: Any) -> tuple[float, float] | None:
+    """Return the numbers below and above of the one keyword value; raise if they are none."""
+    ((name, clip),) = named.items()
+    if clip is None:
+        return None
+    ends = [clip, clip] if isinstance(clip, int | float) else list(clip)
+    if len(ends) != 2:
+        raise InvalidInputError(f"{name} must be a number, two numbers (below, above) or None, got {clip!r}.")
+    low, high = (real_at_least(0.0, **{name: end}) for end in ends)
+    if low > 1:
+        raise InvalidInputError(f"{name} must be at most 1 below the ratio 1, got {clip!r}.")
+    return low, high
+
+
 @final
+@dataclass(eq=False, kw_only=True)
 class PolicyGradientModelOutput(AbstractModelOutput):
     r"""Minus the loss of a policy gradient on the tokens of one answer (REINFORCE, PPO, GRPO).
 
@@ -269,47 +280,25 @@ class PolicyGradientModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "policy_gradient"
-    _setting_names = ("clip", "kl_weight", "reduction", "temperature", "kl_correction")
-    has_curvature: bool = False
+    has_curvature = False
 
-    def __init__(
-        self,
-        *,
-        clip: float | Sequence[float] | None = None,
-        kl_weight: float = 0.0,
-        reduction: Literal["sum", "mean"] = "sum",
-        temperature: float = 1.0,
-        kl_correction: bool = False,
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            clip: c, or two numbers below and above; ``None`` does not clip the ratio. Needs ``old_logps``.
-            kl_weight: k. Above 0 it needs ``ref_logps``.
-            reduction: Whether f is the sum over tokens or their mean.
-            temperature: Divisor of the logits.
-            kl_correction: Multiply the divergence of every token by its ratio.
-
-        Raises:
-            InvalidInputError: If a setting is out of range.
-        """
-        self.clip: tuple[float, float] | None = None
-        if clip is not None:
-            ends = [clip, clip] if isinstance(clip, int | float) else list(clip)
-            if len(ends) != 2:
-                raise InvalidInputError(
-                    f"clip must be a number, two numbers (below, above) or None, got {clip!r}."
-                )
-            low, high = (real_at_least(0.0, clip=end) for end in ends)
-            if low > 1:
-                raise InvalidInputError(f"clip must be at most 1 below the ratio 1, got {clip!r}.")
-            self.clip = low, high
-        self.kl_weight = real_at_least(0.0, kl_weight=kl_weight)
-        self.reduction = one_of(("sum", "mean"), reduction=reduction)
-        self.temperature = positive_real(temperature=temperature)
-        if not isinstance(kl_correction, bool):
-            raise InvalidInputError(f"kl_correction must be True or False, got {kl_correction!r}.")
-        self.kl_correction = kl_correction
+    clip: float | Sequence[float] | None = None
+    """c, or two numbers below and above; ``None`` does not clip the ratio. Needs ``old_logps``."""
+    kl_weight: float = 0.0
+    """k. Above 0 it needs ``ref_logps``."""
+    reduction: Literal["sum", "mean"] = "sum"
+    """Whether f is the sum over tokens or their mean."""
+    temperature: float = 1.0
+    """Divisor of the logits."""
+    kl_correction: bool = False
+    """Multiply the divergence of every token by its ratio."""
+    _checks: ClassVar = {
+        "clip": _ends,
+        "kl_weight": partial(real_at_least, 0.0),
+        "reduction": partial(one_of, ("sum", "mean")),
+        "temperature": positive_real,
+        "kl_correction": true_or_false,
+    }
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
@@ -328,7 +317,7 @@ class PolicyGradientModelOutput(AbstractModelOutput):
             advantages = (values * valid).unsqueeze(1) * predicted
         terms = (ratio if _OLD in fields else log_probs) * advantages
         if self.clip is not None:
-            low, high = self.clip
+            low, high = cast("tuple[float, float]", self.clip)
             terms = torch.minimum(terms, ratio.clamp(1 - low, 1 + high) * advantages)
         if self.kl_weight:
             gap = token_column(fields, _REFERENCE, predicted, log_probs) - log_probs

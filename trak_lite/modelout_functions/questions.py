@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
@@ -220,6 +221,7 @@ class _Collate:
 
 
 @final
+@dataclass(eq=False)
 class ActivationModelOutput(AbstractModelOutput):
     r"""Inner product of the output of a module with a direction: a neuron, a probe, a concept vector.
 
@@ -235,30 +237,25 @@ class ActivationModelOutput(AbstractModelOutput):
     ``labels`` or ``label``; a tensor calls ``model(tensor)``.
     """
 
-    has_curvature: bool = False
+    has_curvature = False
 
-    def __init__(
-        self, module: str, direction: Tensor, *, position: Position = "mean", channels_first: bool = False
-    ) -> None:
-        """Store the settings.
+    module: str
+    """Name of the module in ``model.named_modules()``."""
+    direction: Tensor
+    """v, ``(d,)``; a finite vector."""
+    position: Position = field(default="mean", kw_only=True)
+    """``"mean"``, ``"sum"``, ``"first"`` or ``"last"`` over positions, or the number of one position."""
+    channels_first: bool = field(default=False, kw_only=True)
+    """Whether the channels of activations with positions are axis 1 (convolutions)."""
 
-        Args:
-            module: Name of the module in ``model.named_modules()``.
-            direction: v, ``(d,)``.
-            position: ``"mean"``, ``"sum"``, ``"first"`` or ``"last"`` over positions, or the number of one position.
-            channels_first: Whether the channels of activations with positions are axis 1 (convolutions).
-
-        Raises:
-            InvalidInputError: If the direction is not a finite vector, or the position is unknown.
-        """
-        if not isinstance(direction, Tensor) or direction.dim() != 1 or not bool(direction.isfinite().all()):
+    def __post_init__(self) -> None:
+        given, position = self.direction, self.position
+        if not isinstance(given, Tensor) or given.dim() != 1 or not bool(given.isfinite().all()):
             raise InvalidInputError("direction is no vector of finite numbers. Expected a tensor (d,).")
         if isinstance(position, bool) or not isinstance(position, int):
             one_of(("mean", "sum", "first", "last"), position=position)
-        self.module = module
-        self.direction = precise(direction.detach().clone(), what="The direction")
-        self.position: Position = position
-        self.channels_first = bool(channels_first)
+        self.direction = precise(given.detach().clone(), what="The direction")
+        self.channels_first = bool(self.channels_first)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, with q = 1 and w = 0; see :meth:`AbstractModelOutput.evaluate`."""

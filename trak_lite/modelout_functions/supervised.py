@@ -7,6 +7,8 @@ Source of the classifiers: TRAK (arXiv:2303.14186), section 3.3.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -40,14 +42,13 @@ from trak_lite.modelout_functions._margins import (
 from trak_lite.types import Batch, OutputTerms
 
 
+@dataclass(eq=False)
 class _Classifier(AbstractModelOutput):
     """Margin of the label; a subclass says how the model is called with a batch."""
 
-    _setting_names: ClassVar[tuple[str, ...]] = ("temperature",)
-
-    def __init__(self, temperature: float = 1.0) -> None:
-        """Store T, the temperature of the softmax in q, a finite number above 0; f does not use it."""
-        self.temperature = positive_real(temperature=temperature)
+    temperature: float = 1.0
+    """T of the softmax in q, a finite number above 0; f does not use it."""
+    _checks: ClassVar = {"temperature": positive_real}
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         logits, labels = self._logits_and_labels(model_call, batch)
@@ -104,7 +105,18 @@ class IterativeImageClassificationModelOutput(_Classifier):
         return self.evaluate(ModelCall(model, weights, buffers), batch).output
 
 
+def _distinct_names(**named: Any) -> tuple[str, ...]:
+    """Return the one keyword value; raise if it is no sequence of names, or one is given twice."""
+    ((field_name, names),) = named.items()
+    if isinstance(names, str) or len(set(names)) != len(names):
+        raise InvalidInputError(
+            f"{field_name} is {names!r}. Expected a sequence of distinct keyword names, such as ('input_ids',)."
+        )
+    return tuple(names)
+
+
 @final
+@dataclass(eq=False)
 class TextClassificationModelOutput(_Classifier):
     """Margin of the label for models with keyword inputs; f, q and w as in image classification.
 
@@ -114,30 +126,12 @@ class TextClassificationModelOutput(_Classifier):
     """
 
     name: ClassVar[str] = "text_classification"
-    _setting_names = ("temperature", "input_names")
 
-    def __init__(
-        self,
-        temperature: float = 1.0,
-        *,
-        input_names: Sequence[str] = ("input_ids", "token_type_ids", "attention_mask"),
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            temperature: T of the softmax in q; f does not use it.
-            input_names: Keywords of a positional batch's parts before the labels, in order.
-
-        Raises:
-            InvalidInputError: If the temperature is not a finite number above 0, or a name is given twice.
-        """
-        super().__init__(temperature)
-        self.input_names = tuple(input_names)
-        if isinstance(input_names, str) or len(set(self.input_names)) != len(self.input_names):
-            raise InvalidInputError(
-                f"input_names is {input_names!r}. Expected a sequence of distinct keyword names, such as "
-                "('input_ids',)."
-            )
+    input_names: Sequence[str] = field(
+        default=("input_ids", "token_type_ids", "attention_mask"), kw_only=True
+    )
+    """Keywords of a positional batch's parts before the labels, in order."""
+    _checks: ClassVar = {**_Classifier._checks, "input_names": _distinct_names}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = split_labels(batch)
@@ -185,6 +179,7 @@ class BinaryClassificationModelOutput(AbstractModelOutput):
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class MultiLabelModelOutput(AbstractModelOutput):
     r"""Sum over C binary labels of the margin, or of log p; logits and labels are ``(B, C)``, labels 0 or 1.
 
@@ -198,18 +193,13 @@ class MultiLabelModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "multilabel_classification"
-    _setting_names = ("output",)
 
-    def __init__(self, *, output: Literal["margin", "log_prob"] = "margin") -> None:
-        """Store the settings.
+    output: Literal["margin", "log_prob"] = "margin"
+    """Definition of f."""
+    _checks: ClassVar = {"output": partial(one_of, ("margin", "log_prob"))}
 
-        Args:
-            output: Definition of f.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
-        self.output = one_of(("margin", "log_prob"), output=output)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.has_curvature = self.output == "margin"
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
@@ -252,6 +242,7 @@ def _check_zero_one(logits: Tensor, labels: Tensor, *, expected: str) -> None:
 
 
 @final
+@dataclass(eq=False, kw_only=True)
 class RegressionModelOutput(AbstractModelOutput):
     r"""The prediction, or minus half its squared error.
 
@@ -265,18 +256,13 @@ class RegressionModelOutput(AbstractModelOutput):
     """
 
     name: ClassVar[str] = "regression"
-    _setting_names = ("output",)
 
-    def __init__(self, *, output: Literal["prediction", "neg_squared_error"] = "prediction") -> None:
-        """Store the settings.
+    output: Literal["prediction", "neg_squared_error"] = "prediction"
+    """Definition of f."""
+    _checks: ClassVar = {"output": partial(one_of, ("prediction", "neg_squared_error"))}
 
-        Args:
-            output: Definition of f.
-
-        Raises:
-            InvalidInputError: For any other value.
-        """
-        self.output = one_of(("prediction", "neg_squared_error"), output=output)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.has_curvature = self.output == "prediction"
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:

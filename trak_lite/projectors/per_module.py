@@ -52,15 +52,9 @@ class NoOpProjector(AbstractProjector):
         device: str | torch.device | None = None,
         **kwargs: object,
     ) -> None:
-        """Store the device.
+        """Store the device of the features, ``None`` for that of the gradients; no other argument has an effect.
 
-        Args:
-            grad_dim: Has no effect.
-            proj_dim: Has no effect; the attribute is 0, because K is the P of the gradients.
-            seed: Has no effect.
-            proj_type: Has no effect.
-            device: Device of the features; ``None`` for the gradients' device.
-            **kwargs: Ignored; accepts the arguments of other projectors.
+        The attribute ``proj_dim`` is 0, because K is the P of the gradients.
         """
         super().__init__(grad_dim, 0, seed, proj_type, device)
 

@@ -153,11 +153,10 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
-        yield self._anew(), batch, list(positions)
+        yield self._unchecked(), batch, list(positions)
 
-    def _anew(self) -> Self:
-        """Return a computer without plans and without self-check."""
-        again = self._unchecked()
+    def _unchecked(self) -> Self:
+        again = super()._unchecked()
         again._plans, again._paths = {}, {}
         return again
 
@@ -274,7 +273,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         kept = select_parameters(self.model, self.grad_wrt)
         if not batch_size(batch):
             raise InvalidInputError("The batch is empty. Pass at least one sample.")
-        again = self._anew()
+        again = self._unchecked()
         again.self_check, again.strict, again._is_repeatable = self.self_check, False, True
         try:
             again._stream(take_rows(batch, [0, min(1, batch_size(batch) - 1)]), lambda _: None)

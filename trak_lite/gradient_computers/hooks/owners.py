@@ -182,8 +182,6 @@ class Arrangement:
     real: Tensor | None
     """``(K * length,)``, False for padding; ``None`` if there is none."""
     length: int
-    in_order: bool
-    """Whether the rows are all rows, in their order."""
 
     @classmethod
     def of(cls, owners: Tensor) -> Arrangement:
@@ -200,19 +198,16 @@ class Arrangement:
         order = owners.argsort(stable=True)[omitted:]
         length = max((number for _, number in found), default=0)
         if length * len(found) == len(order):  # equal numbers
-            in_order = not omitted and torch.equal(order, torch.arange(len(order), device=device))
-            return cls(samples, order, None, length, in_order)
+            return cls(samples, order, None, length)
         counts = torch.tensor([number for _, number in found], device=device)
         steps = torch.arange(length, device=device)
         first = (counts.cumsum(0) - counts).unsqueeze(1)
         real = steps < counts.unsqueeze(1)
-        return cls(
-            samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length, False
-        )
+        return cls(samples, order[torch.where(real, first + steps, first).flatten()], real.flatten(), length)
 
     def take(self, rows: Tensor) -> Tensor:
         """Return ``(N, ...)`` as ``(K * length, ...)``."""
-        return rows if self.in_order else rows.index_select(0, self.rows)
+        return rows.index_select(0, self.rows)
 
     def take_gradients(self, rows: Tensor) -> Tensor:
         """Return gradients ``(N, ...)`` as ``(K * length, ...)``, with zeros for padding."""

@@ -210,18 +210,17 @@ def summed_by_sample(
         return parts
     (owners,) = tags.owners([grad], code)
     assert owners is not None
-    return [_summed_by_owner(part, owners, code.count) for part in parts]
+    kept, arranged, count = owners >= 0, Arrangement.of(owners), code.count
 
+    def summed(part: Tensor | FactoredBlock) -> Tensor | FactoredBlock:
+        if isinstance(part, Tensor):
+            return add_at_(part.new_zeros(count, *part.shape[1:]), 0, owners[kept], part[kept])
+        taken = arranged.take(part.inputs), arranged.take_gradients(part.output_grads)
+        positions = arranged.length * part.inputs.shape[1]
+        inputs, grads = (value.reshape(len(arranged.samples), positions, value.shape[2]) for value in taken)
+        return FactoredBlock("", arranged.placed(inputs, count), arranged.placed(grads, count))
 
-def _summed_by_owner(part: Tensor | FactoredBlock, owners: Tensor, count: int) -> Tensor | FactoredBlock:
-    if isinstance(part, Tensor):
-        kept = owners >= 0
-        return add_at_(part.new_zeros(count, *part.shape[1:]), 0, owners[kept], part[kept])
-    arranged = Arrangement.of(owners)
-    taken = arranged.take(part.inputs), arranged.take_gradients(part.output_grads)
-    positions = arranged.length * part.inputs.shape[1]
-    inputs, grads = (value.reshape(len(arranged.samples), positions, value.shape[2]) for value in taken)
-    return FactoredBlock("", arranged.placed(inputs, count), arranged.placed(grads, count))
+    return list(map(summed, parts))
 
 
 def _one_by_one(

@@ -87,7 +87,7 @@ class AbstractDenseProjector(AbstractProjector):
                 "Pass grad_dim = the number of entries of all parameters in grad_wrt."
             )
         sums = FeatureRows(num_samples, self.proj_dim, self.device)
-        return _DenseAccumulator(self, self._matrices, num_samples, model_id, parameters, sums)
+        return _DenseAccumulator(self, num_samples, model_id, parameters, sums)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features, equal for classes that compute the same map."""
@@ -104,7 +104,6 @@ class _DenseAccumulator(AbstractFeatureAccumulator):
     """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
 
     _projector: AbstractDenseProjector
-    _matrices: HashedMatrices | FastJLMatrices
     _num_samples: int
     _model_id: int
     _parameters: ParameterShapes
@@ -113,11 +112,11 @@ class _DenseAccumulator(AbstractFeatureAccumulator):
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
         rows = block_rows(block, self._num_samples, self._parameters)
-        is_wide = self._matrices.has_float64 and (self._projector.dtype or rows.dtype) == torch.float64
+        projector, matrices = self._projector, self._projector._matrices
+        is_wide = matrices.has_float64 and (projector.dtype or rows.dtype) == torch.float64
         total = self._sums.of(torch.float64 if is_wide else torch.float32, rows.device)
         part = total[block.start : block.start + block.num_samples]
-        seed = self._projector.seed
-        self._matrices.add_product_(part, rows, seed=seed, model_id=self._model_id, name=block.name)
+        matrices.add_product_(part, rows, seed=projector.seed, model_id=self._model_id, name=block.name)
 
     def features(self) -> Tensor:
         total = self._sums.whole()

@@ -296,7 +296,8 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
     ]
     if not batched or not outputs.requires_grad:
         return
-    firsts = [_first(site) for site, _ in batched]
+    # The first result with a batch axis, and the axis.
+    firsts = [next((n, axis) for n, axis in enumerate(site.output_axes) if axis) for site, _ in batched]
     tensors = [record.outputs[place] for (_, record), (place, _) in zip(batched, firsts, strict=True)]
     orders = [[axis] for _, axis in firsts]
     for possible in orders:
@@ -318,11 +319,6 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         if possible[0].multiple > 1 or not possible[0].sample_major:
             site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
         site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)
-
-
-def _first(site: Site) -> tuple[int, BatchAxis]:
-    """Return the index of the first result with a batch axis, and the axis."""
-    return next((place, axis) for place, axis in enumerate(site.output_axes) if axis is not None)
 
 
 def _ordered(axis: BatchAxis | None, like: BatchAxis) -> BatchAxis | None:

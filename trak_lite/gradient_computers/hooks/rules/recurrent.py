@@ -8,13 +8,17 @@ hand-written derivative computes the terms that do not depend on the gradient fo
 gate's input is a *slope* times the gradient of the state. A backward step is one matrix product and a few in-place
 products.
 
+A cell has the equations of one step and their derivative. Its ``forward`` runs all steps on the rows ``pre`` of the
+input's part of the gates, which it overwrites, with the weight ``(G * H, H)`` and the bias ``(G * H,)`` of the state's
+part; the bias is ``None`` if ``pre`` includes it. Its ``backward`` runs all backward steps by ``run_back``, which is
+given a step (:meth:`Steps.run_back`).
+
 Shapes: B samples, T steps, H units, G gates. *Rows* hold all steps and samples: ``(B, T, d)``, ``(T, B, d)`` or, for a
 packed sequence, ``(N, d)`` with the steps one after the other; the number of samples per step does not increase.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -227,28 +231,8 @@ class Trace(NamedTuple):
     """Rows with the factor of the state's part of the last gate; ``None`` if there is no such factor."""
 
 
-class _AbstractCell(ABC):
-    """The equations of one step and their derivative."""
-
-    @abstractmethod
-    def forward(self, pre: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, state: _State) -> Trace:
-        """Run all steps.
-
-        Args:
-            pre: Rows of the input's part of the gates, ``G * H`` wide. It is overwritten.
-            weight: The state's weight, ``(G * H, H)``.
-            bias: The bias of the state's part, ``(G * H,)``; ``None`` if it is included in ``pre``.
-            steps: The steps.
-            state: The first state, ``(B, H)`` each.
-        """
-
-    @abstractmethod
-    def backward(self, slopes: Sequence[Tensor], weight: Tensor, steps: Steps, run_back: _RunBack) -> _Gates:
-        """Run all backward steps by ``run_back``, which is given a step: see :meth:`Steps.run_back`."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Plain(_AbstractCell):
+class _Plain:
     """``h' = f(a + W h)`` (Elman, "Finding Structure in Time", 1990)."""
 
     f: Callable[..., Tensor]
@@ -276,7 +260,7 @@ class _Plain(_AbstractCell):
         return found, found
 
 
-class _Lstm(_AbstractCell):
+class _Lstm:
     """``c' = f c + i u``, ``h' = o tanh(c')`` (Gers et al., "Learning to Forget", 2000); gates i, f, u, o."""
 
     def forward(self, pre: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, state: _State) -> Trace:
@@ -330,7 +314,7 @@ class _Lstm(_AbstractCell):
         return found, found
 
 
-class _Gru(_AbstractCell):
+class _Gru:
     """``n = tanh(a + r (W h + b))``, ``h' = n + z (h - n)`` (Cho et al., arXiv:1406.1078); gates r, z, n."""
 
     def forward(self, pre: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps, state: _State) -> Trace:
@@ -378,7 +362,8 @@ class _Gru(_AbstractCell):
         return of_input, found[..., : 3 * width]
 
 
-_CELLS: dict[str, _AbstractCell] = {
+_Cell: TypeAlias = _Plain | _Lstm | _Gru
+_CELLS: dict[str, _Cell] = {
     "lstm": _Lstm(),
     "gru": _Gru(),
     "tanh": _Plain(torch.tanh, lambda h: 1 - h.square()),
@@ -393,7 +378,7 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        cell: _AbstractCell,
+        cell: _Cell,
         steps: Steps,
         trace: Trace,
         pre: Tensor,
