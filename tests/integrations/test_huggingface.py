@@ -193,15 +193,15 @@ def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path):
     padding = trainer.data_collator
 
     def counted(samples):
-        sizes.extend([len(samples)] * (len(samples) > 1))  # one sample is collated alone, to compare
+        sizes.extend([len(samples)] * (len(samples) > 1))  # some are collated again, to compare
         return padding(samples)
 
     trainer.data_collator = counted
-    for settings, expected in (({}, [3, 3]), ({"batch_size": 4}, [4, 2])):
+    for settings, expected in (({}, {3}), ({"batch_size": 4}, {4, 2})):
         attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT, **settings)
         sizes.clear()
         attributor.featurize(Rows(trainer.train_dataset, name="texts"))
-        assert sizes == expected
+        assert set(sizes) == expected
 
 
 def trained(name, folder, *, watched=True, **settings):

@@ -222,14 +222,15 @@ def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]]) -> s
 
 def _state_kept(model: nn.Module) -> Callable[[], None]:
     """Return a function that puts back attributes and buffers of a model, the values of these included."""
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    values = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in model.buffers()]
     put_back_attributes = attributes_kept(model.modules())
 
     def put_back() -> None:
         put_back_attributes()
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for buffer, value, version in values:
+                if version_of(buffer) != version:  # a pass may hold the others for its backward pass
+                    buffer.copy_(value)
 
     return put_back
 
