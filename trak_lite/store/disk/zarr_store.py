@@ -32,8 +32,7 @@ from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store.disk.check import missing_store
-from trak_lite.store.disk.chunk_files import COMMITS, STAGE, ChunkIndex, TableFiles
-from trak_lite.store.disk.chunk_maps import ChunkMaps
+from trak_lite.store.disk.chunk_files import COMMITS, STAGE, FolderChunks, TableFiles
 from trak_lite.store.disk.documents import (
     CHECKSUM,
     GROWS_TO,
@@ -313,11 +312,10 @@ class ZarrFeatureStore(RecordedFeatureStore):
             found = read_zarr_json(f"{folder}/{array.name}")
             check_array(found, folder, array, spec, under_way=sizes_under_way(record))
         files = self._table_files(path, spec)
-        index = ChunkIndex(files)
         if self.writable:
             files.make_folders()
-        chunks = ChunkMaps(files, index, check=self._check == "first_touch", mapped=self._mapped)
-        return RowTable(files, index, chunks, writable=self.writable)
+        chunks = FolderChunks(files, check=self._check == "first_touch", mapped=self._mapped)
+        return RowTable(files, chunks, writable=self.writable)
 
     def _table_files(self, path: str, spec: TableSpec) -> TableFiles:
         identity = table_identity(path, self._origin, spec)
@@ -426,12 +424,11 @@ def _grow(files: TableFiles, num_rows: int) -> None:
 
 def _log_last_rows(files: TableFiles, last: StagedChunk) -> None:
     """Copy the rows of the locked last chunk to its row log, if it is committed and not full."""
-    index = ChunkIndex(files)
-    record = index.look_at(last.chunk)
+    chunks = FolderChunks(files)
+    record = chunks.look_at(last.chunk)
     if record is None or len(last.done) == files.spec.chunk_rows:
         return
     if not last.complete:  # otherwise a killed call has copied them
-        chunks = ChunkMaps(files, index)
         arrays = [np.ascontiguousarray(chunks.get(column, record)) for column in files.columns]
         last.write([(0, len(last.done))], arrays)
     last.sync()  # so that committed rows still survive a power cut
