@@ -42,6 +42,7 @@ from trak_lite.store.disk.files import (
     named_errors,
     remove_file,
     rename,
+    stamp,
     sync_files,
     sync_folder,
     sync_folders,
@@ -379,7 +380,7 @@ class FolderChunks(PublishedChunks):
         held = Descriptors()
         try:
             for column, pieces in zip(columns, contents, strict=True):
-                _remove_if_there(column.staged(chunk))  # left by an interrupted commit
+                remove_file(column.staged(chunk), missing_ok=True)  # left by an interrupted commit
                 fd, size = held.open(column.staged(chunk), os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
                 for piece in pieces:
                     write_all(fd, piece, size)
@@ -387,7 +388,7 @@ class FolderChunks(PublishedChunks):
             sync_files(held.fds)
         except OSError:
             for column in columns:
-                _remove_if_there(column.staged(chunk))  # frees the full disk
+                remove_file(column.staged(chunk), missing_ok=True)  # frees the full disk
             raise
         finally:
             held.close()
@@ -466,13 +467,13 @@ class FolderChunks(PublishedChunks):
         return array
 
     def _is_outdated(self, column: ColumnFiles, key: _Key) -> bool:
-        return self._check and _state(column.visible(key[1])) != self._seen[key]
+        return self._check and stamp(column.visible(key[1])) != self._seen[key]
 
     def _load(self, column: ColumnFiles, record: CommitRecord, key: _Key) -> NDArray[np.uint8]:
         path = column.visible(record.chunk)
         size, checksum = record.columns[column.name]
         with named_errors("Mapping", path):
-            state = _state(path)  # taken before mapping, so that later writes change it
+            state = stamp(path)  # taken before mapping, so that later writes change it
             content = self._whole(path, size, record.chunk)
         if self._check and self._seen.get(key) != state:
             found = crc32c(content)
@@ -496,20 +497,6 @@ class FolderChunks(PublishedChunks):
                 f"{path}, {self._files.describe(chunk)}: {seen} bytes, expected {size}. {self.remedy(chunk)}"
             )
         return map_file(path, size, mapped=self._mapped)
-
-
-def _remove_if_there(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        remove_file(path)
-
-
-def _state(path: str) -> tuple[int, ...]:
-    """Return device, inode, size and modification time of a file; empty if it does not exist."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 _RECENT = threading.local()

@@ -31,7 +31,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store.disk.check import missing_store
+from trak_lite.store.disk.check import check_folder, missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, FolderChunks, TableFiles
 from trak_lite.store.disk.documents import (
     CHECKSUM,
@@ -41,7 +41,6 @@ from trak_lite.store.disk.documents import (
     group_document,
     hidden_document,
     manifest_from_json,
-    read_attributes,
     read_zarr_json,
     refuse_undescribed,
     sealed,
@@ -55,10 +54,8 @@ from trak_lite.store.disk.files import (
     locked_file,
     make_folder,
     named_errors,
-    new_file,
-    rename,
+    replace_file,
     stamp,
-    sync_folder,
 )
 from trak_lite.store.disk.folders import (
     make_folders,
@@ -68,8 +65,7 @@ from trak_lite.store.disk.folders import (
     write_document,
 )
 from trak_lite.store.disk.listing import TABLES, TableList
-from trak_lite.store.disk.recorded import RecordedFeatureStore
-from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import StagedChunk, logs_locked
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
@@ -137,7 +133,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
         root, manifest = os.path.realpath(os.fspath(path)), plain_manifest(manifest)
         with named_errors("Creating", root):
-            if read_attributes(root) is None:
+            if read_group(HiddenFiles(root), "", where=root) is None:
                 _refuse_occupied(root)
                 make_folders(os.path.dirname(root))
                 with scratch_folder(root) as scratch:
@@ -177,7 +173,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         one_of(("first_touch", "never"), check=check)
         one_of(("auto", "always", "never"), mapping=mapping)
         root = os.path.realpath(os.fspath(path))
-        record = read_attributes(root)
+        record = read_group(HiddenFiles(root), "", where=root)
         if record is None:
             raise missing_store(root)
         manifest = manifest_from_json(record, root)
@@ -262,7 +258,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         given = plain_json(dict(given), what="The manifest's fingerprint")
         path = f"{self._root}/zarr.json"
         with named_errors("Changing", path), locked_file(path), _changed(self._root, self._root) as group:
-            stored = manifest_from_json(read_attributes(self._root) or {}, self._root)
+            stored = manifest_from_json(self._group("") or {}, self._root)
             manifest = replaced_fingerprint(stored, known, given, where=self._root)
             group["attributes"]["trak_lite"]["fingerprint"] = given
         self._manifest = manifest
@@ -271,9 +267,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         """Create a folder that zarr tools do not list, if it does not exist."""
         with named_errors("Storing an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
-                with self._list.scratch() as scratch:
-                    write_document(scratch, hidden_document(folder.removeprefix(".")))
-                    publish_folder(scratch, f"{self._root}/{folder}")
+                self._publish(folder, {"": hidden_document(folder.removeprefix("."))})
 
     def check(self, *, repair: bool = False) -> Report:
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.check_store`.
@@ -374,7 +368,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
 def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
     # checked again: another process may just have created the store
-    if occupied and read_attributes(root) is None:
+    if occupied and read_group(HiddenFiles(root), "", where=root) is None:
         raise CorruptStoreError(
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."
@@ -395,7 +389,7 @@ def _grow(files: TableFiles, num_rows: int) -> None:
     last = files.num_chunks - 1
     lock = StagedChunk.lock(files, last)
     try:
-        if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
+        if files.record().get("num_rows") != files.spec.num_rows:
             raise BusyError(
                 f"{files.folder} has another number of rows now, because another writer has grown it. Open it again, "
                 "then grow it."
@@ -445,6 +439,4 @@ def _changed(folder: str, scratch_folder: str) -> Iterator[dict[str, Any]]:
     own = document["attributes"].get("trak_lite", {})
     if CHECKSUM in own:
         document["attributes"]["trak_lite"] = sealed(own)
-    with new_file(scratch, encode_document(document)):
-        rename(scratch, path)
-    sync_folder(folder)
+    replace_file(path, encode_document(document), scratch=scratch)
