@@ -6,7 +6,7 @@ import os
 from typing import Literal
 
 from trak_lite.store._check_report import Report
-from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.check import check_folder
 from trak_lite.store.disk.sealed import RUN, check_run
 from trak_lite.store.disk.zarr_store import ZarrFeatureStore
 from trak_lite.store.manifest import Manifest

@@ -1,25 +1,26 @@
 """Read-only, lock-free check of a whole store, on a disk or in an object store.
 
 It can run while writers are active, whose unfinished rows are not reported, and on a store that is too damaged to open.
-This module checks the folder tree, the metadata and unknown files, and the tables of a disk; ``check_chunk`` checks
-their chunks, and ``remote.check`` those of an object store.
+This module checks the folder tree, the metadata and unknown files; ``check_table`` checks the tables of a disk, and
+``remote.check`` those of an object store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Protocol, final
 
-from trak_lite.errors import ManifestMismatchError, MissingStoreError, StoreError
+from trak_lite.errors import ManifestMismatchError, MissingStoreError, ReadOnlyStoreError, StoreError
 from trak_lite.store._base import NEEDED_UNTIL
-from trak_lite.store._check_report import Finding, Tally
+from trak_lite.store._check_report import Finding, Report, SetAside, Tally
 from trak_lite.store._columns import TableSpec
 from trak_lite.store._names import is_name
-from trak_lite.store.disk.check_chunk import REPAIR, ChunkLook
-from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
+from trak_lite.store.disk.check_table import NOT_OURS, TableLook, set_aside_name
+from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, TableFiles
 from trak_lite.store.disk.documents import (
     DROPPED,
     attributes_from_json,
@@ -34,10 +35,21 @@ from trak_lite.store.disk.documents import (
     sizes_under_way,
     table_from_json,
 )
-from trak_lite.store.disk.entries import CACHE, ENTRIES, Files, HiddenFiles, Lock, StoreEntries, entry_of
-from trak_lite.store.disk.folders import is_old, names_in
+from trak_lite.store.disk.entries import (
+    ARRAY_SUFFIX,
+    CACHE,
+    ENTRIES,
+    Files,
+    HiddenFiles,
+    Lock,
+    StoreEntries,
+    decode_array,
+    entry_files,
+    entry_of,
+)
+from trak_lite.store.disk.files import named_errors, rename
+from trak_lite.store.disk.folders import is_old, make_folders, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
-from trak_lite.store.disk.records import CommitLogs
 
 OTHER_TABLE = "another table than the one that the store lists under this path"
 _METADATA = "zarr.json"
@@ -45,7 +57,6 @@ _SCRATCH = re.compile(r".+\.safetensors\.new-[0-9a-f]{32}")
 _LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
 NEXT_WRITER = "nothing: the next writer does it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
-_NOT_OURS = "remove it if it is not needed"
 _PUT_BACK = "replace it by the folder"
 _RESTORE = "restore zarr.json from a backup, or use another path"
 
@@ -288,7 +299,7 @@ class StoreLook(ABC):
         self.findings.append(Finding("note", None, text, next_step))
 
     def _stray(self, path: str) -> None:
-        self._strays.append(Finding("note", None, f"{path!r} belongs to no table", _NOT_OURS))
+        self._strays.append(Finding("note", None, f"{path!r} belongs to no table", NOT_OURS))
 
 
 @final
@@ -301,6 +312,34 @@ class DiskLook(StoreLook):
         self.entries: list[str] = []
         """Tables whose list entry a repair sets aside: damaged entries, and those of lost tables."""
         self.look()
+
+    def repair(self) -> list[SetAside]:
+        """Set aside what is damaged; return it. The lists of this look are those of before."""
+        moved = self._repair_list()
+        for table in self.tables.values():
+            table.repair()
+        return moved + [part for table in self.tables.values() for part in table.set_aside]
+
+    def _repair_list(self) -> list[SetAside]:
+        """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them."""
+        root, entries = self.where, self.store_entries()
+        tables = TableList(root)
+        with named_errors("Repairing the list of tables in", root):
+            if self.list_damaged:
+                tables.make()
+            # Whether an entry belongs to the store is known only with the store's own metadata.
+            wrong = [] if self.record is None else [n for n in self.wrong_entries if not entries.bind(n)]
+            aside = [*self.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
+            if not aside:
+                return []
+            folder = f"{tables.folder}/{SET_ASIDE}/{set_aside_name('tables')}"
+            make_folders(folder)
+            tables.set_aside(aside, folder)
+            for name in wrong:
+                with contextlib.suppress(FileNotFoundError):  # removed without the store
+                    file = entry_files(name)[0]
+                    rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
+        return [SetAside(path, None, (), folder) for path in aside]
 
     def _names(self, folder: str) -> list[str]:
         return names_in(self._at(folder))
@@ -327,8 +366,14 @@ class DiskLook(StoreLook):
         except StoreError as error:
             self._note(str(error), "remove the file: the next writer creates it again")
         super()._hidden(path)
-        for name in HiddenFiles(self.where).damaged_arrays() if path == CACHE else ():
-            self._note(f"the derived array {name!r} is damaged", "nothing: it is ignored")
+        arrays = [name for name in self._names(path) if path == CACHE and name.endswith(ARRAY_SUFFIX)]
+        for name in sorted(arrays):
+            try:
+                text = self._files.get(f"{path}/{name}") or b""
+            except StoreError:
+                text = b""
+            if decode_array(text, name.removesuffix(ARRAY_SUFFIX).replace("%", "/")) is None:
+                self._note(f"the derived array {name!r} is damaged", "nothing: it is ignored")
 
     def _list(self, names: Iterable[str]) -> None:
         tables = TableList(self.where)
@@ -362,83 +407,18 @@ class DiskLook(StoreLook):
             self._note(text, NEXT_WRITER)
 
 
-@final
-class TableLook:
-    """Check of one table."""
-
-    def __init__(self, path: str, files: TableFiles) -> None:
-        self.files = files
-        self.tally = Tally(tables=1, pending_rows=files.spec.num_rows)
-        self.damaged: dict[int, tuple[Finding, ...]] = {}
-        """Findings of the damaged chunks, by chunk."""
-        self.strangers: list[str] = []
-        """Files of chunks outside the grid, and commit logs that are unreadable or contain foreign records."""
-        self.path = path
-        self._logs = CommitLogs(files.commits, files.identity)
-        self._look = ChunkLook(path, files, self._logs)
-
-    def findings(self) -> list[Finding]:
-        """Check the table once and return all findings. Lists the folders before reading the logs, as readers do."""
-        found: list[Finding] = []
-        chunks: set[int] = set()
-        try:
-            for column in self.files.columns:
-                found += self._column(column, chunks)
-            found += self._stage(chunks)
-            found += self._commit_logs()
-        except StoreError as error:
-            return [*found, Finding("damage", self.path, str(error), "put the folder back, readable")]
-        chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
-        for chunk in sorted(chunks):
-            found += self._chunk(chunk)
-        return found
-
-    def _chunk(self, chunk: int) -> tuple[Finding, ...]:
-        state = self._look.settled(chunk)
-        self.tally.done_rows += int(state.done.sum())
-        self.tally.pending_rows -= int(state.done.sum())
-        if state.visible and not state.damaged:
-            self.tally.chunks += 1
-            self.tally.bytes += state.bytes
-        if state.damaged:
-            self.damaged[chunk] = state.findings
-        return state.findings
-
-    def _column(self, column: ColumnFiles, chunks: set[int]) -> Iterator[Finding]:
-        own = {_METADATA, STAGE, COMMITS, SET_ASIDE} if column is self.files.columns[0] else {_METADATA}
-        for name in sorted(set(names_in(column.folder)) - own):
-            chunk = column.chunk_of(name)
-            if chunk is None:
-                yield Finding("note", self.path, f"{name!r} is not a chunk", _NOT_OURS, column=column.name)
-            elif chunk < self.files.num_chunks:
-                chunks.add(chunk)
-            elif not self.files.rows_on_disk(chunk):  # otherwise the table has grown during the check
-                self.strangers.append(column.visible(chunk))
-                text = f"{name}: the table has {self.files.num_chunks} chunks"
-                yield Finding("damage", self.path, text, REPAIR, column=column.name, chunk=chunk)
-
-    def _stage(self, chunks: set[int]) -> Iterator[Finding]:
-        for name in sorted(names_in(self.files.stage)):
-            number = re.match(r"[0-9]{1,18}", name)
-            chunk = -1 if number is None else int(number[0])
-            known = [os.path.basename(path) for path in self.files.staged_paths(chunk)]
-            if name in known and chunk < self.files.num_chunks:
-                chunks.add(chunk)
-            else:
-                yield Finding("note", self.path, f"{STAGE}/{name!r} belongs to no chunk", _NOT_OURS)
-
-    def _commit_logs(self) -> Iterator[Finding]:
-        for name in sorted(names_in(self.files.commits)):
-            if not name.endswith(".log"):
-                yield Finding("note", self.path, f"{COMMITS}/{name!r} is not a commit log", _NOT_OURS)
-        for name, error in self._logs.poll_each().items():
-            self.strangers.append(f"{self.files.commits}/{name}")
-            yield Finding("damage", self.path, str(error), REPAIR)
-        for name, lines in self._logs.foreign.items():
-            self.strangers.append(f"{self.files.commits}/{name}")
-            yield Finding("damage", self.path, f"commit log {name}: {lines} records of another table", REPAIR)
-        for name, lines in self._logs.damaged.items():
-            text = f"commit log {name}: {lines} of its lines do not match their checksum"
-            yield Finding(
-                "note", self.path, text, "nothing: a chunk without its record is reported separately"
-            )
+def check_folder(folder: str | os.PathLike[str], *, repair: bool) -> Report:
+    """Check and optionally repair a disk store; see :func:`~trak_lite.store.check_store`."""
+    root = os.path.realpath(folder)
+    look = DiskLook(root)
+    if not repair:
+        return Report(root, tuple(look.findings), look.tally)
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise ReadOnlyStoreError(
+            f"{root} cannot be written, so nothing was repaired. Make the folder writable."
+        )
+    moved = look.repair()
+    busy = [finding for table in look.tables.values() for finding in table.busy]
+    if moved or look.list_damaged or look.wrong_entries:
+        look = DiskLook(root)
+    return Report(root, (*look.findings, *busy), look.tally, tuple(moved))

@@ -1,4 +1,4 @@
-"""Paths of a table's files, the index of its committed chunks, and how a chunk is committed.
+"""Paths of a table's files, its committed chunks and a cache of their contents, and how a chunk is committed on a disk.
 
 A chunk is committed when each of its column files has its final name and a log holds its commit record. A commit writes
 and syncs the files, writes and syncs the record, and renames the files to their final names. If the process is killed
@@ -13,15 +13,20 @@ import contextlib
 import itertools
 import os
 import re
+import resource
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, StateError
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, StateError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._failpoints import failpoint
@@ -30,11 +35,14 @@ from trak_lite.store.disk.documents import identity_of, own_attributes, parse_za
 from trak_lite.store.disk.files import (
     Descriptors,
     file_size,
+    is_network,
     list_folder,
     make_folder,
+    map_file,
     named_errors,
     remove_file,
     rename,
+    stamp,
     sync_files,
     sync_folder,
     sync_folders,
@@ -53,6 +61,15 @@ SET_ASIDE = ".set-aside"
 _STAGED_NAME = re.compile(r"(0|[1-9][0-9]{0,17})[-.].+")
 _MATRIX_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})\.0")
 _VECTOR_KEY = re.compile(r"c\.(0|[1-9][0-9]{0,17})")
+
+_KEPT_BYTES = 256 << 20  # another pass over a mapped table costs no page faults
+_KEPT = 4096  # maximum number of maps; Linux allows 65530 per process
+_KEPT_WHERE_READ = 4  # each copy takes memory; buffers are not reused, because callers may keep the arrays
+
+Contents: TypeAlias = Sequence[Sequence[NDArray[np.uint8]]]
+"""Bytes of each stored array of a chunk, in pieces, including padding."""
+_Key: TypeAlias = tuple[str, int, int]
+"""Array, chunk and generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +177,6 @@ class TableFiles:
         rows = self.rows_of(chunk)
         return f"rows {rows.start} to {rows.stop - 1} (chunk {chunk}) of {self.where}"
 
-    def require_sizes(
-        self,
-        record: CommitRecord,
-        sizes: Mapping[str, int | None],
-        *,
-        is_counted: bool,
-        remedy: Callable[[int], str],
-    ) -> None:
-        """Raise CorruptStoreError unless a chunk has the sizes of its record and of the table, and its rows count."""
-        expected = {column.name: column.chunk_bytes for column in self.columns}
-        recorded = {name: size for name, (size, _) in record.columns.items()}
-        if not (sizes == expected == recorded and is_counted):
-            raise CorruptStoreError(
-                f"The files of {self.describe(record.chunk)} have {sizes} bytes; expected {expected}, "
-                f"recorded {recorded} for {record.rows} rows. {remedy(record.chunk)}"
-            )
-
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have staged files."""
         found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
@@ -199,17 +199,136 @@ class TableFiles:
                 sync_folder(os.path.dirname(folder))
 
 
+class PublishedChunks(ABC):
+    """Committed chunks of a table, as of the last refresh, and a cache of their contents.
+
+    A subclass says how chunks are listed, created and loaded.
+    """
+
+    keeps_rows: bool
+    """Whether the rows of a chunk that cannot be published stay done: another call publishes it."""
+
+    def __init__(self, files: TableFiles, latest: dict[int, CommitRecord], *, check: bool) -> None:
+        """Find no chunk yet; ``latest`` are all records, which the subclass reads, ``check`` compares checksums."""
+        self.committed: dict[int, CommitRecord] = {}
+        self._files = files
+        self._latest = latest
+        self._check = check
+        self._most_kept = _KEPT
+        self._kept: OrderedDict[_Key, NDArray[Any]] = OrderedDict()
+        self._kept_bytes = 0
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Find out which chunks are committed; CorruptStoreError if one contradicts its record."""
+
+    @abstractmethod
+    def look_at(self, chunk: int, *, locked: bool = False) -> CommitRecord | None:
+        """Return the commit record of a chunk, or ``None`` if it is not committed now.
+
+        If it is ``locked`` and has grown since the table was opened, this raises: padding would overwrite the new rows.
+        """
+
+    @abstractmethod
+    def publish(self, chunk: int, contents: Contents) -> None:
+        """Commit a complete chunk, whose lock is held. After an interruption, repeat the call."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make sure that published chunks stay published after a power cut."""
+
+    @abstractmethod
+    def remedy(self, chunk: int) -> str:
+        """Return instructions for repairing a damaged chunk."""
+
+    @abstractmethod
+    def _load(self, column: ColumnFiles, record: CommitRecord, key: _Key) -> NDArray[np.uint8]:
+        """Return the bytes of an array of a committed chunk, which match its record."""
+
+    def _is_outdated(self, column: ColumnFiles, key: _Key) -> bool:
+        """Whether the kept content of a chunk must be loaded again."""
+        return False
+
+    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, read-only.
+
+        Raises:
+            CorruptStoreError: If size or checksum contradict the commit record.
+            IncompleteStoreError: If the file or object was removed.
+        """
+        key = column.name, record.chunk, record.generation
+        if key in self._kept and self._is_outdated(column, key):
+            self.forget(key)
+        if key not in self._kept:
+            content = self._load(column, record, key).view(column.dtype).reshape(column.shape)
+            array = content[: self._files.rows_in(record.chunk)]
+            array.flags.writeable = False
+            self._kept[key] = array
+            self._kept_bytes += array.nbytes
+            while len(self._kept) > 1 and (
+                self._kept_bytes > _KEPT_BYTES or len(self._kept) > self._most_kept
+            ):
+                self.forget(next(iter(self._kept)))
+        self._kept.move_to_end(key)
+        return self._kept[key].view()  # so that flags set by the caller do not affect the cache
+
+    def close(self) -> None:
+        """Release all chunks, and files that are written to; arrays returned earlier stay valid."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    def forget(self, key: _Key) -> None:
+        """Release one chunk if it is kept."""
+        array = self._kept.pop(key, None)
+        self._kept_bytes -= 0 if array is None else array.nbytes
+
+    def _next_generation(self, chunk: int) -> int:
+        latest = self._latest.get(chunk)
+        return 1 if latest is None else latest.generation + 1
+
+    def _record_of(self, chunk: int, contents: Contents) -> CommitRecord:
+        """Return the record of a chunk that is about to be committed."""
+        sums = {
+            column.name: (column.chunk_bytes, crc32c(*pieces))
+            for column, pieces in zip(self._files.columns, contents, strict=True)
+        }
+        generation, rows = self._next_generation(chunk), self._files.rows_in(chunk)
+        return CommitRecord(chunk, generation, rows, sums, self._files.identity)
+
+    def _require_sizes(
+        self, record: CommitRecord, sizes: Mapping[str, int | None], *, is_counted: bool
+    ) -> None:
+        """Raise CorruptStoreError unless a chunk has the sizes of its record and of the table, and its rows count."""
+        expected = {column.name: column.chunk_bytes for column in self._files.columns}
+        recorded = {name: size for name, (size, _) in record.columns.items()}
+        if not (sizes == expected == recorded and is_counted):
+            raise CorruptStoreError(
+                f"The files of {self._files.describe(record.chunk)} have {sizes} bytes; expected {expected}, "
+                f"recorded {recorded} for {record.rows} rows. {self.remedy(record.chunk)}"
+            )
+
+
 @final
-class ChunkIndex:
-    """Index of the committed chunks of a table on a disk, as of the last refresh."""
+class FolderChunks(PublishedChunks):
+    """Committed chunks of a table on a disk, memory-mapped (on a network file system: read).
+
+    The checksum of a chunk is compared on first use, and again if the chunk was recommitted or the inode, size or
+    modification time of its file changed. Later requests therefore never return bytes that were written to the file
+    meanwhile; an array returned earlier may show them, because it maps the file. Changes below the file system are
+    detected only when the store is reopened or verified. The pages are private: writes to an array do not change the
+    file.
+    """
 
     keeps_rows = False
 
-    def __init__(self, files: TableFiles) -> None:
-        self._files = files
+    def __init__(self, files: TableFiles, *, check: bool = True, mapped: bool | None = None) -> None:
         self._logs = CommitLogs(files.commits, files.identity)
-        self.committed: dict[int, CommitRecord] = {}
+        super().__init__(files, self._logs.latest, check=check)
         self._log = CommitLog(files.commits)
+        self._mapped = not is_network(os.stat(files.folder).st_dev) if mapped is None else mapped
+        self._most_kept = _KEPT if self._mapped else _KEPT_WHERE_READ
+        self._seen: dict[_Key, tuple[int, ...]] = {}
+        """State of each file when its checksum was last compared."""
 
     def refresh(self) -> None:
         """Update the index from the folders and logs.
@@ -229,29 +348,29 @@ class ChunkIndex:
         self._refuse_strangers(set.union(*visible))
         known = self.committed
         self.committed = {
-            chunk: self._logs.latest[chunk]
+            chunk: self._latest[chunk]
             for chunk in everywhere
-            if chunk in known or self._is_whole(chunk, self._logs.latest[chunk])
+            if chunk in known or self._is_whole(chunk, self._latest[chunk])
         }
         self._close_finished_log()
 
-    def look_at(self, chunk: int) -> CommitRecord | None:
-        """Read one chunk's state: return its commit record, or ``None`` if it is not committed now."""
+    def look_at(self, chunk: int, *, locked: bool = False) -> CommitRecord | None:
+        """Return the commit record of a chunk; see :meth:`PublishedChunks.look_at`."""
+        rows = self._files.rows_in(chunk)
+        if locked and rows < self._files.spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
+            raise StateError(f"{self._files.where} has grown since it was opened. Open it again to put rows.")
         visible = [file_size(column.visible(chunk)) is not None for column in self._files.columns]
         self._logs.poll()
         self._refuse_remade()
         if any(visible):
             self._refuse_strangers({chunk})
         self.committed.pop(chunk, None)
-        if all(visible) and (record := self._logs.latest[chunk]).rows >= self._files.rows_in(chunk):
+        if all(visible) and (record := self._latest[chunk]).rows >= rows:
             self.committed[chunk] = record
         return self.committed.get(chunk)
 
-    def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
-        """Commit a complete chunk, whose lock is held. After an interruption, repeat the call.
-
-        ``contents`` are the bytes of each stored array, in pieces, including padding.
-        """
+    def publish(self, chunk: int, contents: Contents) -> None:
+        """Commit a complete chunk, whose lock is held. After an interruption, repeat the call."""
         columns = self._files.columns
         left = [column for column in columns if file_size(column.visible(chunk)) is not None]
         for column in left:  # of an interrupted commit, or of one with fewer rows before the table has grown
@@ -261,7 +380,7 @@ class ChunkIndex:
         held = Descriptors()
         try:
             for column, pieces in zip(columns, contents, strict=True):
-                _remove_if_there(column.staged(chunk))  # left by an interrupted commit
+                remove_file(column.staged(chunk), missing_ok=True)  # left by an interrupted commit
                 fd, size = held.open(column.staged(chunk), os.O_WRONLY | os.O_CREAT | os.O_EXCL), 0
                 for piece in pieces:
                     write_all(fd, piece, size)
@@ -269,18 +388,12 @@ class ChunkIndex:
             sync_files(held.fds)
         except OSError:
             for column in columns:
-                _remove_if_there(column.staged(chunk))  # frees the full disk
+                remove_file(column.staged(chunk), missing_ok=True)  # frees the full disk
             raise
         finally:
             held.close()
         failpoint("columns_synced")
-        latest = self._logs.latest.get(chunk)
-        sums = {
-            column.name: (column.chunk_bytes, crc32c(*pieces))
-            for column, pieces in zip(columns, contents, strict=True)
-        }
-        generation = 1 if latest is None else latest.generation + 1
-        record = CommitRecord(chunk, generation, self._files.rows_in(chunk), sums, self._files.identity)
+        record = self._record_of(chunk, contents)
         self._log.append(record)
         failpoint("commit_synced")
         for column in columns:
@@ -291,18 +404,13 @@ class ChunkIndex:
         self.committed[chunk] = record
         self._close_finished_log()
 
-    def refuse_grown(self, chunk: int) -> None:
-        """Raise if the locked chunk has grown since the table was opened: padding would overwrite the new rows."""
-        rows = self._files.rows_in(chunk)
-        if rows < self._files.spec.chunk_rows and self._files.rows_on_disk(chunk) > rows:
-            raise StateError(f"{self._files.where} has grown since it was opened. Open it again to put rows.")
-
     def sync(self) -> None:
         """Sync the names of the files of all chunks."""
         sync_folders([*(column.folder for column in self._files.columns), self._files.stage])
 
     def close(self) -> None:
-        """Close the commit log; the next commit starts a new one."""
+        """Release all chunks, and the commit log; the next commit starts a new one."""
+        super().close()
         self._log.close()
 
     def _close_finished_log(self) -> None:
@@ -326,7 +434,7 @@ class ChunkIndex:
                 f"{self._files.folder} holds files of the chunks {short_list(outside)}, but its "
                 f"{self._files.spec.num_rows} rows make {self._files.num_chunks} chunks. Remove those files."
             )
-        unrecorded = sorted(chunk for chunk in chunks if chunk not in self._logs.latest)
+        unrecorded = sorted(chunk for chunk in chunks if chunk not in self._latest)
         if unrecorded:
             raise CorruptStoreError(
                 f"{self._files.folder} holds files of the chunks {short_list(unrecorded)} without a commit record: "
@@ -340,7 +448,7 @@ class ChunkIndex:
             return False  # removed after it was listed
         rows, done = self._files.rows_in(chunk), record.rows
         is_counted = 0 < done <= rows or rows < done <= self._files.rows_on_disk(chunk)
-        self._files.require_sizes(record, sizes, is_counted=is_counted, remedy=self.remedy)
+        self._require_sizes(record, sizes, is_counted=is_counted)
         return done >= rows
 
     def remedy(self, chunk: int) -> str:
@@ -351,7 +459,66 @@ class ChunkIndex:
             f"{shlex.quote(self._files.root)} --repair' does it without deleting."
         )
 
+    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+        """Return the rows of a committed chunk; see :meth:`PublishedChunks.get`."""
+        array = super().get(column, record)
+        if self._mapped:
+            _note_use(self, (column.name, record.chunk, record.generation))
+        return array
 
-def _remove_if_there(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        remove_file(path)
+    def _is_outdated(self, column: ColumnFiles, key: _Key) -> bool:
+        return self._check and stamp(column.visible(key[1])) != self._seen[key]
+
+    def _load(self, column: ColumnFiles, record: CommitRecord, key: _Key) -> NDArray[np.uint8]:
+        path = column.visible(record.chunk)
+        size, checksum = record.columns[column.name]
+        with named_errors("Mapping", path):
+            state = stamp(path)  # taken before mapping, so that later writes change it
+            content = self._whole(path, size, record.chunk)
+        if self._check and self._seen.get(key) != state:
+            found = crc32c(content)
+            if found != checksum:
+                raise CorruptStoreError(
+                    f"{path}, {self._files.describe(record.chunk)}: the checksum differs from the commit record: "
+                    f"{found:08x}, recorded {checksum:08x}. {self.remedy(record.chunk)}"
+                )
+            self._seen[key] = state
+        return content
+
+    def _whole(self, path: str, size: int, chunk: int) -> NDArray[np.uint8]:
+        seen = file_size(path)
+        if seen is None:
+            raise IncompleteStoreError(
+                f"{path} was removed after it was committed: {self._files.describe(chunk)} are pending. "
+                "Run again to compute them."
+            )
+        if seen != size:
+            raise CorruptStoreError(
+                f"{path}, {self._files.describe(chunk)}: {seen} bytes, expected {size}. {self.remedy(chunk)}"
+            )
+        return map_file(path, size, mapped=self._mapped)
+
+
+_RECENT = threading.local()
+"""LRU order of the maps of all tables, for each thread.
+
+Each map holds a file descriptor, because Python's mmap duplicates it. A process often has a limit of 1024; without a
+bound over all tables, those of some hundred checkpoints would exhaust it.
+"""
+
+
+def _note_use(chunks: FolderChunks, key: _Key) -> None:
+    """Mark a map as used and release the least recently used maps of any table above the limit.
+
+    This is a quarter of the process's file descriptor limit, at most ``_KEPT``.
+    """
+    order: OrderedDict[tuple[int, _Key], weakref.ref[FolderChunks]]
+    order = _RECENT.__dict__.setdefault("order", OrderedDict())
+    order[id(chunks), key] = weakref.ref(chunks)
+    order.move_to_end((id(chunks), key))
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    while len(order) > (_KEPT if allowed < 0 else max(min(allowed // 4, _KEPT), 1)):
+        (_, oldest), owner = order.popitem(last=False)
+        table = owner()
+        if table is not None:
+            table.forget(oldest)

@@ -146,12 +146,6 @@ def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(value).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def read_attributes(folder: str) -> dict[str, Any] | None:
-    """Return the ``trak_lite`` attributes of a zarr group, or ``None`` if the folder has no ``zarr.json``."""
-    document = read_zarr_json(folder)
-    return None if document is None else own_attributes(document, folder)
-
-
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return the ``trak_lite`` attributes of a group's document (a group of tables: empty), whose checksum is right."""
     attributes = document.get("attributes")

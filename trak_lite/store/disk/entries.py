@@ -34,11 +34,10 @@ from trak_lite.store.disk.documents import read_zarr_bytes
 from trak_lite.store.disk.files import (
     file_size,
     named_errors,
-    new_file,
     open_file,
     read_file,
     remove_file,
-    rename,
+    replace_file,
     sync_folder,
 )
 from trak_lite.store.disk.folders import names_in
@@ -316,9 +315,7 @@ class HiddenFiles:
             f"{path if key.endswith(ARRAY_SUFFIX) else os.path.dirname(path) + '/'}.new-{uuid.uuid4().hex}"
         )
         with named_errors("Keeping", path):
-            with new_file(scratch, content):
-                rename(scratch, path)
-            sync_folder(os.path.dirname(path))
+            replace_file(path, content, scratch=scratch)
 
     def delete(self, key: str) -> None:
         """Delete a file if it exists."""
@@ -336,15 +333,3 @@ class HiddenFiles:
         path = os.path.join(self.root, folder)
         names = names_in(path) if os.path.isdir(path) else []
         return [name for name in names if os.path.isdir(os.path.join(path, name))]
-
-    def damaged_arrays(self) -> list[str]:
-        """Return the names of damaged files of cached arrays."""
-        names = sorted(name for name in names_in(f"{self.root}/{CACHE}") if name.endswith(ARRAY_SUFFIX))
-        return [name for name in names if not self._is_whole(name)]
-
-    def _is_whole(self, file: str) -> bool:
-        name = file.removesuffix(ARRAY_SUFFIX).replace("%", "/")
-        try:
-            return decode_array(self.get(f"{CACHE}/{file}") or b"", name) is not None
-        except StoreError:
-            return False

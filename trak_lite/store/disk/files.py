@@ -32,6 +32,7 @@ from trak_lite.errors import (
     StoreFullError,
     refuse_machine_failure,
 )
+from trak_lite.store._failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
@@ -163,25 +164,36 @@ def open_file(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def new_file(path: str, data: bytes) -> Iterator[None]:
-    """Write and sync a new file, which is deleted on exit unless the block has renamed it."""
+def opened_file(path: str, flags: int) -> Iterator[int]:
+    """Open a file until the context exits; see :func:`open_file`."""
+    fd = open_file(path, flags)
     try:
-        write_file(path, data, sync=True)
-        yield
+        yield fd
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            remove_file(path)
+        os.close(fd)
 
 
 def write_file(path: str, data: bytes, *, sync: bool = False) -> None:
     """Write a new file."""
-    fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
+    with opened_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         write_all(fd, data, 0)
         if sync:
             os.fsync(fd)
+
+
+def replace_file(path: str, data: bytes, *, scratch: str, step: str | None = None) -> None:
+    """Write a file, replacing an existing one: after a crash it is the old or the new one.
+
+    It is written and synced as ``scratch`` and renamed; ``step`` is the failpoint between the two.
+    """
+    try:
+        write_file(scratch, data, sync=True)
+        if step is not None:
+            failpoint(step)
+        rename(scratch, path)
     finally:
-        os.close(fd)
+        remove_file(scratch, missing_ok=True)
+    sync_folder(os.path.dirname(path))
 
 
 def rename(source: str, target: str) -> None:
@@ -190,9 +202,9 @@ def rename(source: str, target: str) -> None:
         os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
 
 
-def remove_file(path: str) -> None:
+def remove_file(path: str, *, missing_ok: bool = False) -> None:
     """Delete a file, or a link itself."""
-    with _parent(path) as (folder, name):
+    with contextlib.suppress(*[FileNotFoundError] * missing_ok), _parent(path) as (folder, name):
         os.unlink(name, dir_fd=folder)
 
 
@@ -283,12 +295,12 @@ def _close_all(fds: list[int]) -> None:
 
 
 def stamp(path: str) -> tuple[int, ...]:
-    """Return inode and change time of a file or folder, which differ if it is replaced; empty if it is missing."""
+    """Return what differs if a file or folder is replaced or a file is written to; empty if it is missing."""
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    return found.st_ino, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def is_named(path: str, fd: int) -> bool:
@@ -410,16 +422,13 @@ def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.
     """
     if size == 0:
         return np.empty(0, np.uint8)
-    fd = open_file(path, os.O_RDONLY)
-    try:
+    with opened_file(path, os.O_RDONLY) as fd:
         found = os.fstat(fd)
         if found.st_size < size:
             raise CorruptStoreError(f"{path} has {found.st_size} bytes, expected {size}: it was truncated.")
         if mapped is False or (mapped is None and is_network(found.st_dev)):
             return _read(fd, path, size)
         pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
     return np.frombuffer(pages, np.uint8, size)
 
 

@@ -19,8 +19,8 @@ from trak_lite.store.disk.files import (
     list_folder,
     make_folder,
     named_errors,
-    open_file,
     open_folder,
+    opened_file,
     remove_tree,
     rename,
     sync_folder,
@@ -106,11 +106,8 @@ def publish_folder(scratch: str, final: str) -> bool:
     """Sync a finished folder and rename it to ``final``; return ``False`` and delete it if ``final`` exists."""
     for folder, _, files in os.walk(scratch, topdown=False):
         for file in files:
-            fd = open_file(os.path.join(folder, file), os.O_RDONLY)
-            try:
+            with opened_file(os.path.join(folder, file), os.O_RDONLY) as fd:
                 os.fsync(fd)
-            finally:
-                os.close(fd)
         sync_folder(folder)
     failpoint("folder_built")
     try:

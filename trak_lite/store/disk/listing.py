@@ -28,11 +28,11 @@ from trak_lite.store.disk.files import (
     locked_file,
     make_folder,
     named_errors,
-    new_file,
     read_file,
     remove_file,
     remove_tree,
     rename,
+    replace_file,
     stamp,
     sync_folder,
 )
@@ -155,11 +155,8 @@ class TableList:
         with self.locked():
             if not self._is_there(path):
                 return False
-            entry, scratch = self.entry(path), f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
-            with new_file(scratch, encode_entry(path, identity)):
-                failpoint("entry_written")
-                rename(scratch, entry)
-            sync_folder(self.folder)
+            entry = encode_entry(path, identity)
+            replace_file(self.entry(path), entry, scratch=self._new(), step="entry_written")
         failpoint("table_listed")
         return True
 
@@ -191,7 +188,7 @@ class TableList:
         A table that another process publishes in it meanwhile is not listed yet, so it has no rows. It goes too, and
         its creator creates group and table again.
         """
-        folder, scratch = f"{self._root}/{path}", f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+        folder, scratch = f"{self._root}/{path}", self._new()
         with self.locked():
             if names_in(folder) != [_METADATA]:
                 return
@@ -205,7 +202,7 @@ class TableList:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
         """Yield a new scratch folder, locked until the context exits, to be renamed by :func:`publish_folder`."""
-        path = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
+        path = self._new()
         with building(path, self.locked()):
             yield path
 
@@ -239,19 +236,19 @@ class TableList:
         """Create the folder of the list, if missing, and the ``zarr.json`` that hides it from zarr tools."""
         with contextlib.suppress(FileExistsError):
             make_folder(self.folder)
-        scratch = f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
-        with new_file(scratch, encode_document(hidden_document("tables"))):
-            rename(scratch, f"{self.folder}/{_METADATA}")
-        sync_folder(self.folder)
+        document = encode_document(hidden_document("tables"))
+        replace_file(f"{self.folder}/{_METADATA}", document, scratch=self._new())
         sync_folder(self._root)
+
+    def _new(self) -> str:
+        return f"{self.folder}/{_NEW}{uuid.uuid4().hex}"
 
     def _is_there(self, path: str) -> bool:
         return os.path.lexists(f"{self._root}/{path}/{_METADATA}")
 
     def _unlist(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            remove_file(self.entry(path))
-            sync_folder(self.folder)
+        remove_file(self.entry(path), missing_ok=True)
+        sync_folder(self.folder)
 
 
 def _remove(path: str) -> None:

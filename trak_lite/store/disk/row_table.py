@@ -1,7 +1,7 @@
 """Rows of one table: those of unfinished chunks are in row logs on a local disk, complete chunks are published.
 
-Where chunks are published, and how they are read, is up to an index and a cache of chunks: those of a folder, or those
-of an object store.
+Where chunks are published, and how they are read, is up to :class:`PublishedChunks`: those of a folder, or those of an
+object store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
 from trak_lite.store._table import AbstractRowTable, opened_for_reading
 from trak_lite.store._values import RowBlock, check_block
-from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.chunk_files import PublishedChunks, TableFiles
 from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
@@ -39,28 +39,6 @@ from trak_lite.store.disk.staging import StagedChunk, StagedRows
 logger = logging.getLogger(__name__)
 
 _OPEN_CHUNKS = 32  # maximum number of open row logs; each holds a lock and a file
-
-
-class _Index(Protocol):
-    """Committed chunks of a table."""
-
-    committed: dict[int, CommitRecord]
-    keeps_rows: bool
-    """Whether the rows of a chunk that cannot be published stay done: another call publishes it."""
-
-    def refresh(self) -> None: ...
-    def look_at(self, chunk: int) -> CommitRecord | None: ...
-    def publish(self, chunk: int, contents: Sequence[Sequence[NDArray[np.uint8]]]) -> None: ...
-    def refuse_grown(self, chunk: int) -> None: ...
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Chunks(Protocol):
-    """Contents of committed chunks."""
-
-    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]: ...
-    def clear(self) -> None: ...
 
 
 @final
@@ -72,20 +50,19 @@ class RowTable(AbstractRowTable):
     locks are those of this machine; if two machines fill the same chunk, the first commit wins.
     """
 
-    def __init__(self, files: TableFiles, index: _Index, chunks: _Chunks, *, writable: bool) -> None:
+    def __init__(self, files: TableFiles, chunks: PublishedChunks, *, writable: bool) -> None:
         self._files = files
-        self._index = index
         self._chunks = chunks
         self._writable = writable
         self._closed = False
         self._staged: OrderedDict[int, StagedChunk] = OrderedDict()
         self._claimed: set[int] = set()
         self._known: dict[int, StagedChunk] = {}
-        self._index.refresh()
+        self._chunks.refresh()
         if writable:
             for chunk in sorted(files.staged_chunks()):
                 # no lock here, so that a running writer does not find the chunk busy
-                if chunk in index.committed or self._staged_rows(chunk).all():
+                if chunk in chunks.committed or self._staged_rows(chunk).all():
                     with named_errors("Recovering", files.describe(chunk)):
                         self._finish(chunk)
             _TABLES.add(self)
@@ -107,7 +84,7 @@ class RowTable(AbstractRowTable):
         self._require_writable()
         block = check_block(rows, values, self.spec)
         with named_errors("Writing rows to", self._files.where):
-            for chunk in block.runs.keys() & self._index.committed.keys():
+            for chunk in block.runs.keys() & self._chunks.committed.keys():
                 raise self._is_done(chunk)
             for chunk, runs in block.runs.items():
                 done = self._stage(chunk).done
@@ -143,28 +120,28 @@ class RowTable(AbstractRowTable):
         mask = self._files.marks()
         while True:
             # Read the logs before the index: a chunk that is committed in between is then found in the index.
-            staged, known = self._files.staged_chunks(), set(self._index.committed)
+            staged, known = self._files.staged_chunks(), set(self._chunks.committed)
             for chunk in staged - known:
                 mask[slice(*self.chunk_range(chunk))] |= self._staged_rows(chunk)
-            self._index.refresh()
+            self._chunks.refresh()
             late = self._files.staged_chunks() - staged - known
-            if self.num_chunks - 1 not in late and known <= self._index.committed.keys():
+            if self.num_chunks - 1 not in late and known <= self._chunks.committed.keys():
                 break
             # Otherwise the table has grown meanwhile, and its last chunk is being filled up: look again. Other chunks
             # never go from the index to the logs, so new ones are no reason to: writers may begin some all the time.
-        for chunk in self._index.committed:
+        for chunk in self._chunks.committed:
             mask[slice(*self.chunk_range(chunk))] = True
         return mask
 
     def read_done(self, chunk: int) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
         """Return the done rows of a chunk and their values; see :meth:`AbstractRowTable.read_done`."""
         first, stop = self.chunk_range(chunk)
-        if chunk not in self._index.committed:
+        if chunk not in self._chunks.committed:
             # log before index, as in done()
             with named_errors("Reading rows in", self._files.stage):
                 done, pieces = StagedRows(self._files, chunk).pieces()
-            self._index.refresh()
-        if chunk in self._index.committed:
+            self._chunks.refresh()
+        if chunk in self._chunks.committed:
             columns = self.spec.columns
             return np.arange(first, stop), {c.name: self.read_chunk(chunk, c.name).copy() for c in columns}
         stored = {
@@ -182,8 +159,8 @@ class RowTable(AbstractRowTable):
 
     def committed_chunks(self) -> list[int]:
         """Return the chunks that are complete and readable, ascending."""
-        self._index.refresh()
-        return sorted(self._index.committed)
+        self._chunks.refresh()
+        return sorted(self._chunks.committed)
 
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
         """Return the rows of a committed chunk; see :meth:`AbstractRowTable.stored_chunk`.
@@ -196,7 +173,7 @@ class RowTable(AbstractRowTable):
         try:
             return self._stored_rows(found, record)
         except (CorruptStoreError, IncompleteStoreError) as error:
-            newer = self._index.look_at(chunk)
+            newer = self._chunks.look_at(chunk)
             if newer is None and isinstance(error, CorruptStoreError):
                 # No damage: the table has grown, and a writer is replacing the files of its last chunk.
                 self._raise_incomplete(chunk)
@@ -216,20 +193,18 @@ class RowTable(AbstractRowTable):
         """Release locks and files. Rows already put are safe, and reading remains possible."""
         self._closed = True
         self.give_up_locks()
-        self._chunks.clear()
 
     def forget(self) -> None:
-        """Release locks and maps and forget the progress of unfinished chunks, because a repair may change them."""
+        """Release locks and forget the progress of unfinished chunks, because a repair may change them."""
         self.give_up_locks()
         self._known.clear()
-        self._chunks.clear()
 
     def give_up_locks(self) -> None:
-        """Close the row logs and the commit log; the next put reopens them."""
+        """Close the row logs, the commit log and all chunks; the next call reopens them."""
         while self._staged:
             self._release(next(iter(self._staged)))
         self._claimed.clear()
-        self._index.close()
+        self._chunks.close()
 
     def _stored_rows(self, column: Column, record: CommitRecord) -> StoredRows:
         files = self._files.by_column[column.name]
@@ -237,9 +212,9 @@ class RowTable(AbstractRowTable):
 
     def _record_of(self, chunk: int) -> CommitRecord:
         self.chunk_range(chunk)
-        if chunk not in self._index.committed:
-            self._index.refresh()
-        record = self._index.committed.get(chunk)
+        if chunk not in self._chunks.committed:
+            self._chunks.refresh()
+        record = self._chunks.committed.get(chunk)
         if record is None:
             self._raise_incomplete(chunk)
         return record
@@ -266,7 +241,7 @@ class RowTable(AbstractRowTable):
         self._staged[chunk] = stage
         try:
             # by another machine: it has no lock here
-            if held is not None and self._index.look_at(chunk) is not None:
+            if held is not None and self._chunks.look_at(chunk) is not None:
                 stage.discard_log()
                 del self._staged[chunk]
                 return np.zeros(0, np.bool_)
@@ -288,13 +263,12 @@ class RowTable(AbstractRowTable):
         """
         stage = StagedChunk.lock(self._files, chunk)
         try:
-            self._index.refuse_grown(chunk)
-            committed = self._index.look_at(chunk) is not None
-            if not committed or (finish and self._index.keeps_rows):
+            committed = self._chunks.look_at(chunk, locked=True) is not None
+            if not committed or (finish and self._chunks.keeps_rows):
                 stage.prepare(self._known.pop(chunk, None))
             if committed and not stage.complete:
                 if stage.is_left:  # the rows must not go before the names of their files are on the disk
-                    self._index.sync()
+                    self._chunks.sync()
                 stage.discard_log()
                 return None
         except BaseException:
@@ -335,7 +309,7 @@ class RowTable(AbstractRowTable):
             if stage.complete:
                 self._commit(stage)
         except BaseException as error:
-            if not (stage.complete and self._index.keeps_rows):
+            if not (stage.complete and self._chunks.keeps_rows):
                 # Frames of a failed commit hold maps of the log; to show what is cut off now would kill the process.
                 traceback.clear_frames(error.__traceback__)
                 stage.forget(log_size, runs)
@@ -349,7 +323,7 @@ class RowTable(AbstractRowTable):
 
     def _commit(self, stage: StagedChunk) -> None:
         try:
-            self._index.publish(stage.chunk, stage.contents())
+            self._chunks.publish(stage.chunk, stage.contents())
         except BusyError:  # another machine has committed it with other bytes
             stage.discard_log()
             raise

@@ -19,9 +19,9 @@ from trak_lite._validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c
-from trak_lite.store.disk.files import file_size, map_file, named_errors, open_file, refuse_links, write_all
+from trak_lite.store.disk.check import check_folder
+from trak_lite.store.disk.files import file_size, map_file, named_errors, opened_file, refuse_links, write_all
 from trak_lite.store.disk.folders import names_in
-from trak_lite.store.disk.repair import check_folder
 from trak_lite.store.manifest import Manifest
 
 SEAL: Final = "crc32c"
@@ -39,12 +39,9 @@ def seal(path: str, what: str) -> None:
     ``what`` is the name of the content: a file that is read as another one has another checksum.
     """
     place, digits = _seal_of(_mapped(path), what) or (0, b"")
-    fd = open_file(_plain(path), os.O_WRONLY)
-    try:
+    with opened_file(_plain(path), os.O_WRONLY) as fd:
         write_all(fd, digits, place)
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np.uint8]:

@@ -327,8 +327,7 @@ class StagedChunk:
     def discard_log(self) -> None:
         """Delete the row log and what an interrupted commit left, and release the lock."""
         for column in self._files.columns:
-            with contextlib.suppress(FileNotFoundError):
-                remove_file(column.staged(self.chunk))
+            remove_file(column.staged(self.chunk), missing_ok=True)
         remove_file(self._files.row_log(self.chunk))
         self.close()
 

@@ -31,9 +31,8 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store.disk.check import missing_store
-from trak_lite.store.disk.chunk_files import COMMITS, STAGE, ChunkIndex, TableFiles
-from trak_lite.store.disk.chunk_maps import ChunkMaps
+from trak_lite.store.disk.check import check_folder, missing_store
+from trak_lite.store.disk.chunk_files import COMMITS, STAGE, FolderChunks, TableFiles
 from trak_lite.store.disk.documents import (
     CHECKSUM,
     GROWS_TO,
@@ -42,7 +41,6 @@ from trak_lite.store.disk.documents import (
     group_document,
     hidden_document,
     manifest_from_json,
-    read_attributes,
     read_zarr_json,
     refuse_undescribed,
     sealed,
@@ -56,10 +54,8 @@ from trak_lite.store.disk.files import (
     locked_file,
     make_folder,
     named_errors,
-    new_file,
-    rename,
+    replace_file,
     stamp,
-    sync_folder,
 )
 from trak_lite.store.disk.folders import (
     make_folders,
@@ -69,8 +65,7 @@ from trak_lite.store.disk.folders import (
     write_document,
 )
 from trak_lite.store.disk.listing import TABLES, TableList
-from trak_lite.store.disk.recorded import RecordedFeatureStore
-from trak_lite.store.disk.repair import check_folder
+from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import StagedChunk, logs_locked
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
@@ -138,7 +133,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
         root, manifest = os.path.realpath(os.fspath(path)), plain_manifest(manifest)
         with named_errors("Creating", root):
-            if read_attributes(root) is None:
+            if read_group(HiddenFiles(root), "", where=root) is None:
                 _refuse_occupied(root)
                 make_folders(os.path.dirname(root))
                 with scratch_folder(root) as scratch:
@@ -178,7 +173,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         one_of(("first_touch", "never"), check=check)
         one_of(("auto", "always", "never"), mapping=mapping)
         root = os.path.realpath(os.fspath(path))
-        record = read_attributes(root)
+        record = read_group(HiddenFiles(root), "", where=root)
         if record is None:
             raise missing_store(root)
         manifest = manifest_from_json(record, root)
@@ -263,7 +258,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         given = plain_json(dict(given), what="The manifest's fingerprint")
         path = f"{self._root}/zarr.json"
         with named_errors("Changing", path), locked_file(path), _changed(self._root, self._root) as group:
-            stored = manifest_from_json(read_attributes(self._root) or {}, self._root)
+            stored = manifest_from_json(self._group("") or {}, self._root)
             manifest = replaced_fingerprint(stored, known, given, where=self._root)
             group["attributes"]["trak_lite"]["fingerprint"] = given
         self._manifest = manifest
@@ -272,9 +267,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         """Create a folder that zarr tools do not list, if it does not exist."""
         with named_errors("Storing an array in", self._root):
             if not os.path.isdir(f"{self._root}/{folder}"):
-                with self._list.scratch() as scratch:
-                    write_document(scratch, hidden_document(folder.removeprefix(".")))
-                    publish_folder(scratch, f"{self._root}/{folder}")
+                self._publish(folder, {"": hidden_document(folder.removeprefix("."))})
 
     def check(self, *, repair: bool = False) -> Report:
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.check_store`.
@@ -313,11 +306,10 @@ class ZarrFeatureStore(RecordedFeatureStore):
             found = read_zarr_json(f"{folder}/{array.name}")
             check_array(found, folder, array, spec, under_way=sizes_under_way(record))
         files = self._table_files(path, spec)
-        index = ChunkIndex(files)
         if self.writable:
             files.make_folders()
-        chunks = ChunkMaps(files, index, check=self._check == "first_touch", mapped=self._mapped)
-        return RowTable(files, index, chunks, writable=self.writable)
+        chunks = FolderChunks(files, check=self._check == "first_touch", mapped=self._mapped)
+        return RowTable(files, chunks, writable=self.writable)
 
     def _table_files(self, path: str, spec: TableSpec) -> TableFiles:
         identity = table_identity(path, self._origin, spec)
@@ -376,7 +368,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
 def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
     # checked again: another process may just have created the store
-    if occupied and read_attributes(root) is None:
+    if occupied and read_group(HiddenFiles(root), "", where=root) is None:
         raise CorruptStoreError(
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."
@@ -397,7 +389,7 @@ def _grow(files: TableFiles, num_rows: int) -> None:
     last = files.num_chunks - 1
     lock = StagedChunk.lock(files, last)
     try:
-        if (read_attributes(files.folder) or {}).get("num_rows") != files.spec.num_rows:
+        if files.record().get("num_rows") != files.spec.num_rows:
             raise BusyError(
                 f"{files.folder} has another number of rows now, because another writer has grown it. Open it again, "
                 "then grow it."
@@ -426,12 +418,11 @@ def _grow(files: TableFiles, num_rows: int) -> None:
 
 def _log_last_rows(files: TableFiles, last: StagedChunk) -> None:
     """Copy the rows of the locked last chunk to its row log, if it is committed and not full."""
-    index = ChunkIndex(files)
-    record = index.look_at(last.chunk)
+    chunks = FolderChunks(files)
+    record = chunks.look_at(last.chunk)
     if record is None or len(last.done) == files.spec.chunk_rows:
         return
     if not last.complete:  # otherwise a killed call has copied them
-        chunks = ChunkMaps(files, index)
         arrays = [np.ascontiguousarray(chunks.get(column, record)) for column in files.columns]
         last.write([(0, len(last.done))], arrays)
     last.sync()  # so that committed rows still survive a power cut
@@ -448,6 +439,4 @@ def _changed(folder: str, scratch_folder: str) -> Iterator[dict[str, Any]]:
     own = document["attributes"].get("trak_lite", {})
     if CHECKSUM in own:
         document["attributes"]["trak_lite"] = sealed(own)
-    with new_file(scratch, encode_document(document)):
-        rename(scratch, path)
-    sync_folder(folder)
+    replace_file(path, encode_document(document), scratch=scratch)

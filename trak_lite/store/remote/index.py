@@ -1,4 +1,4 @@
-"""Index of the committed chunks of a remote table, the commit protocol, and a cache of downloaded chunks.
+"""The published chunks of a table in an object store, and the commit protocol.
 
 Objects have the same names as the files of a local store. Each commit record is a separate object,
 ``.commits/c.<chunk>.<generation>.log``. A finished store can be copied between a disk and an object store.
@@ -15,10 +15,9 @@ remove the reported objects; the rows then become pending.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,24 +25,20 @@ from numpy.typing import NDArray
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint
-from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.chunk_files import ColumnFiles, Contents, PublishedChunks, TableFiles
 from trak_lite.store.disk.records import CommitRecord, holder_line
 from trak_lite.store.remote.objects import AbstractObjects
 
-_KEPT_BYTES = 256 << 20
-
 
 @final
-class RemoteIndex:
-    """Index of the committed chunks of a table in an object store, as of the last refresh."""
+class ObjectChunks(PublishedChunks):
+    """Committed chunks of a table in an object store, downloaded."""
 
     keeps_rows = True
 
-    def __init__(self, objects: AbstractObjects, files: TableFiles) -> None:
-        self.committed: dict[int, CommitRecord] = {}
+    def __init__(self, objects: AbstractObjects, files: TableFiles, *, check: bool) -> None:
+        super().__init__(files, {}, check=check)
         self._objects = objects
-        self._files = files
-        self._latest: dict[int, CommitRecord] = {}
         self._read: dict[str, int] = {}
 
     def refresh(self) -> None:
@@ -64,8 +59,8 @@ class RemoteIndex:
             chunk: record for chunk, record in self._latest.items() if self._is_there(record, sizes)
         }
 
-    def look_at(self, chunk: int) -> CommitRecord | None:
-        """Return the commit record of a chunk, or ``None`` if it is not committed now.
+    def look_at(self, chunk: int, *, locked: bool = False) -> CommitRecord | None:
+        """Return the commit record of a chunk; see :meth:`PublishedChunks.look_at`. No table grows here.
 
         If it is not, this costs one request and no listing.
         """
@@ -74,14 +69,14 @@ class RemoteIndex:
             self.refresh()
         return self.committed.get(chunk)
 
-    def publish(self, chunk: int, pieces: Sequence[Sequence[NDArray[np.uint8]]]) -> None:
+    def publish(self, chunk: int, pieces: Contents) -> None:
         """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
 
         Raises:
             BusyError: If another writer has committed the chunk with other bytes; those are not changed.
         """
         contents = [np.concatenate(parts) for parts in pieces]
-        record = self._record_for(chunk, contents)
+        record = self._record_of(chunk, pieces)
         known = self.committed.get(chunk)
         if known is not None and known.columns != record.columns:
             raise self._lost(known)
@@ -101,14 +96,8 @@ class RemoteIndex:
         self._note(record)
         self.committed[chunk] = record
 
-    def refuse_grown(self, chunk: int) -> None:
-        """Do nothing: a table in an object store does not grow."""
-
     def sync(self) -> None:
         """Do nothing: an object that was created is kept."""
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
     def remedy(self, chunk: int) -> str:
         """Return instructions for repairing a damaged chunk."""
@@ -122,21 +111,16 @@ class RemoteIndex:
         if None in seen.values():
             return False
         is_counted = record.rows == self._files.rows_in(record.chunk)
-        self._files.require_sizes(record, seen, is_counted=is_counted, remedy=self.remedy)
+        self._require_sizes(record, seen, is_counted=is_counted)
         return True
 
-    def _record_for(self, chunk: int, contents: Sequence[NDArray[np.uint8]]) -> CommitRecord:
-        columns = {
-            column.name: (content.nbytes, crc32c(content))
-            for column, content in zip(self._files.columns, contents, strict=True)
-        }
-        latest = self._latest.get(chunk)
-        same = latest is not None and latest.columns == columns
-        generation = latest.generation if latest is not None and same else self._next_generation(chunk)
+    def _record_of(self, chunk: int, contents: Contents) -> CommitRecord:
+        """Return the record of a chunk that is about to be committed; again the last one if the bytes are the same."""
+        record, latest = super()._record_of(chunk, contents), self._latest.get(chunk)
+        same = latest is not None and latest.columns == record.columns
+        generation = latest.generation if latest is not None and same else record.generation
         writer = holder_line().decode("ascii", "replace").strip()
-        return CommitRecord(
-            chunk, generation, self._files.rows_in(chunk), columns, self._files.identity, writer
-        )
+        return replace(record, generation=generation, writer=writer)
 
     def _win(self, record: CommitRecord) -> None:
         """Create the commit record; raise if a different one exists."""
@@ -168,10 +152,6 @@ class RemoteIndex:
             "are still pending, or give the writers different rows."
         )
 
-    def _next_generation(self, chunk: int) -> int:
-        latest = self._latest.get(chunk)
-        return 1 if latest is None else latest.generation + 1
-
     def _log_key(self, chunk: int, generation: int) -> str:
         return f"{self._files.commits}/c.{chunk}.{generation}.log"
 
@@ -180,34 +160,9 @@ class RemoteIndex:
         if known is None or known.generation < record.generation:
             self._latest[record.chunk] = record
 
-
-@final
-@dataclass(slots=True, eq=False)
-class FetchedChunks:
-    """LRU cache of the downloaded chunks of a table."""
-
-    _objects: AbstractObjects
-    _files: TableFiles
-    _index: RemoteIndex
-    check: bool = field(kw_only=True)
-    """Whether checksums are compared."""
-    _fetched: OrderedDict[tuple[str, int, int], NDArray[Any]] = field(default_factory=OrderedDict)
-
-    def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
-        """Return the rows of a committed chunk; see :meth:`ChunkMaps.get`."""
-        key = column.name, record.chunk, record.generation
-        if key not in self._fetched:
-            self._fetched[key] = self._fetch(column, record)
-            while len(self._fetched) > 1 and sum(a.nbytes for a in self._fetched.values()) > _KEPT_BYTES:
-                self._fetched.popitem(last=False)
-        self._fetched.move_to_end(key)
-        return self._fetched[key].view()  # so that flags set by the caller do not affect the cache
-
-    def clear(self) -> None:
-        """Release all chunks; arrays returned earlier stay valid."""
-        self._fetched.clear()
-
-    def _fetch(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
+    def _load(
+        self, column: ColumnFiles, record: CommitRecord, key: tuple[str, int, int]
+    ) -> NDArray[np.uint8]:
         chunk, (size, checksum) = record.chunk, record.columns[column.name]
         where = f"{column.visible(chunk)}, {self._files.describe(chunk)}"
         content = self._objects.get(column.visible(chunk))
@@ -216,14 +171,13 @@ class FetchedChunks:
                 f"{where}: the object was removed after it was committed, so the rows are pending. "
                 "Run again to compute them."
             )
-        if len(content) != size or (self.check and crc32c(content) != checksum):
+        if len(content) != size or (self._check and crc32c(content) != checksum):
             raise CorruptStoreError(
                 f"{where}: {len(content)} bytes with the checksum {crc32c(content):08x}, the commit record says {size} "
                 f"and {checksum:08x}. Its writer ({record.writer or 'unnamed'}) may still be replacing a leftover: "
-                f"wait if it runs. {self._index.remedy(chunk)}"
+                f"wait if it runs. {self.remedy(chunk)}"
             )
-        array = np.frombuffer(content, column.dtype).reshape(column.shape)
-        return array[: self._files.rows_in(chunk)]
+        return np.frombuffer(content, np.uint8)
 
 
 def decode_log(text: bytes) -> tuple[list[CommitRecord], int]:

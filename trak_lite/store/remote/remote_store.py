@@ -43,7 +43,7 @@ from trak_lite.store.disk.staging import logs_locked
 from trak_lite.store.disk.zarr_store import CheckChunks
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote
-from trak_lite.store.remote.index import FetchedChunks, RemoteIndex
+from trak_lite.store.remote.index import ObjectChunks
 from trak_lite.store.remote.objects import AbstractObjects, require_exclusive
 from trak_lite.store.remote.place import RemotePlace
 
@@ -211,9 +211,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
             if self.writable:
                 with named_errors("Making", files.stage):
                     make_folders(files.stage)
-            index = RemoteIndex(self._objects, files)
-            chunks = FetchedChunks(self._objects, files, index, check=self._check == "first_touch")
-            self._tables[path] = RowTable(files, index, chunks, writable=self.writable)
+            chunks = ObjectChunks(self._objects, files, check=self._check == "first_touch")
+            self._tables[path] = RowTable(files, chunks, writable=self.writable)
         return self._tables[path]
 
     def _group(self, path: str) -> dict[str, Any] | None:
