@@ -107,7 +107,6 @@ class Rows(_AsTheyAre):
         self._loading: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
         self._worker_init: Callable[[int], None] | None = None
-        self._marks = ColumnMarks()
         if isinstance(data, DataLoader):
             # First, because the sampler of an IterableDataset would be blamed otherwise.
             _refuse_unindexed(data.dataset, what)
@@ -125,6 +124,7 @@ class Rows(_AsTheyAre):
             self.dataset = data
         _refuse_unindexed(self.dataset, what)
         self.collate = collate or default_collate
+        self._samples = _Samples(self.dataset, self.collate, self._worker_init, what)
         self.has_batch_size = batch_size is not None
         """Whether the user or a loader has set the batch size."""
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
@@ -186,12 +186,11 @@ class Rows(_AsTheyAre):
                 drawn.append(rows)
                 yield self._in_dataset(rows).tolist()
 
-        samples = _Samples(self.dataset, self.collate, self._worker_init, self.what, self._marks)
         loader = DataLoader(
-            samples,
+            self._samples,
             batch_sampler=dataset_indices(),
             collate_fn=_as_it_is,  # _Samples.__getitems__ has collated them
-            worker_init_fn=samples.init_worker,
+            worker_init_fn=self._samples.init_worker,
             # Without its own generator the loader would advance the caller's RNG. It must be on the default device.
             generator=torch.Generator(torch.get_default_device()),
             **self._loading,
@@ -282,7 +281,7 @@ class _Samples(Dataset[Any]):
     _collate: Collate
     _worker_init: Callable[[int], None] | None
     _what: str
-    _marks: ColumnMarks
+    _marks: ColumnMarks = dataclasses.field(default_factory=ColumnMarks)
     _num_batches: int = 0
     """Batches of several samples that the user's collate function made."""
 
