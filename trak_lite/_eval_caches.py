@@ -132,42 +132,43 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return put_back
 
 
-@contextmanager
-def remembering_nothing(modules: Sequence[nn.Module], always: bool = False) -> Iterator[None]:
-    """Undo what a pass in the block sets, see :func:`attributes_kept`, if it replaces a buffer or a submodule.
+class StateBeforePass:
+    """What a model is before a pass; :meth:`restore` undoes what a pass set, if it replaced a buffer or a submodule.
 
     Such a model remembers its inputs (Transformers' dynamic rotary embeddings follow the longest text, BigBird takes
     another attention from the first short text on), and rows would depend on those before. Buffers and submodules that
     are new, such as a mask that is made in the first pass, stay.
-
-    Args:
-        modules: Those of the model.
-        always: Whether a pass is undone in any case: ``functional_call`` puts buffers back by itself, but no
-            attribute that describes them.
     """
-    if _THREAD.remembers:
-        yield
-        return
-    # Layers of torch set nothing in eval mode, and are most of the modules.
-    modules = [m for m in modules if m._modules or not type(m).__module__.startswith("torch.nn.")]
-    put_back = attributes_kept(modules)
-    places = [place for module in modules for place in (module._buffers, module._modules) if place]
-    before = [place.copy() for place in places]
-    try:
-        yield
-    finally:
-        if always or any(
-            now.get(name) is not value
-            for now, was in zip(places, before, strict=True)
-            for name, value in was.items()
-            if value is not None
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # Layers of torch set nothing in eval mode, and are most of the modules.
+        own = [m for m in modules if m._modules or not type(m).__module__.startswith("torch.nn.")]
+        self._put_back = attributes_kept(own)
+        self._places = [place for module in own for place in (module._buffers, module._modules) if place]
+        self._before: list[dict[str, Any]] = [place.copy() for place in self._places]
+
+    def restore(self, always: bool = False) -> None:
+        """Undo passes, after their backward pass, which may read what they set.
+
+        Args:
+            always: Whether passes are undone in any case: ``functional_call`` puts buffers back by itself, but no
+                attribute that describes them.
+        """
+        if not _THREAD.remembers and (
+            always
+            or any(
+                now.get(name) is not value
+                for now, was in zip(self._places, self._before, strict=True)
+                for name, value in was.items()
+                if value is not None
+            )
         ):
-            put_back()
+            self._put_back()
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Let models remember their inputs in the block, in spite of :func:`remembering_nothing`."""
+    """Let models remember their inputs in the block, in spite of :class:`StateBeforePass`."""
     before, _THREAD.remembers = _THREAD.remembers, True
     try:
         yield

@@ -275,20 +275,61 @@ def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def padded(samples):
+    return torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
+
+
 def by_length(samples):
-    ordered = sorted(samples, key=lambda sample: len(sample["x"]), reverse=True)
-    return {"x": torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in ordered], batch_first=True)}
+    return {"x": padded(sorted(samples, key=lambda sample: len(sample["x"]), reverse=True))}
+
+
+def backwards(samples):
+    return padded(samples[::-1])
+
+
+def inputs_alone(samples):
+    return padded(sorted(samples, key=lambda sample: len(sample["x"]))), torch.tensor(
+        [len(s["x"]) for s in samples]
+    )
+
+
+def by_text(samples):
+    return torch.ones(len(samples)), sorted("abcdefghi"[len(sample["x"])] for sample in samples)
+
+
+def noisy(samples):
+    return backwards(samples), torch.rand(len(samples))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_collate_function_that_reorders_its_samples_is_refused(num_workers):
+@pytest.mark.parametrize("collate", [by_length, backwards, inputs_alone, by_text, noisy])
+def test_a_collate_function_that_reorders_its_samples_is_refused(collate, num_workers):
     samples = [{"x": torch.arange(float(length + 1))} for length in (7, 5, 1, 1, 3, 2)]
-    rows = Rows(
-        DataLoader(samples, batch_size=3, collate_fn=by_length, num_workers=num_workers), name="texts"
-    )
+    samples[0]["x"][0] = torch.nan
+    rows = Rows(DataLoader(samples, batch_size=3, collate_fn=collate, num_workers=num_workers), name="texts")
 
     with pytest.raises(InvalidInputError, match="changes the order of its samples"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
+
+
+def with_places(samples):
+    return (
+        padded(samples),
+        torch.arange(len(samples)),
+        torch.rand(len(samples)),
+        [len(samples)] * len(samples),
+    )
+
+
+def test_a_collate_function_may_number_draw_and_repeat():
+    """Entries of equal samples are equal, and what is drawn or counted is no entry of a sample alone."""
+    samples = [{"x": torch.ones(2)} for _ in range(6)]
+    torch.manual_seed(0)
+    expected = with_places(samples)
+    torch.manual_seed(0)
+    ((_, found),) = Rows(samples, collate=with_places, name="texts").batches(plan(range(6)))
+
+    torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,18 @@ def test_trainers_whose_rows_are_no_function_of_the_row_alone_are_refused(
         huggingface.attributor_from_trainer(nn.Linear(2, 2), None)
 
 
+@pytest.mark.parametrize("where", ["label_smoothing_factor", "compute_loss_func", "compute_loss"])
+def test_a_trainer_with_another_loss_than_its_models_needs_a_task(where, tmp_path):
+    settings = {"label_smoothing_factor": 0.1} if where == "label_smoothing_factor" else {}
+    trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path, **settings)
+    if where != "label_smoothing_factor":
+        setattr(trainer, where, lambda *args, **kwargs: torch.zeros((), requires_grad=True))
+
+    with pytest.raises(InvalidInputError, match=f"has a {where} of its own"):
+        huggingface.attributor_from_trainer(trainer, None, **EXACT)
+    huggingface.attributor_from_trainer(trainer, None, "causal_language_modeling", **EXACT)
+
+
 def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
     sizes: list[int] = []

@@ -269,11 +269,14 @@ def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pa
     assert script.summary.rows_written == 0
 
 
-def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(tmp_path):
+@pytest.mark.parametrize(
+    ("lengths", "row"), [((4, 1, 2, 3, 7, 5), 1), ((1, 4, 2, 3, 5, 7), 0), ((3, 3, 4, 2, 5, 7), 3)]
+)
+def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(lengths, row, tmp_path):
     def padded(samples: list[Any]) -> Any:
         return nn.utils.rnn.pad_sequence([x for (x,) in samples], batch_first=True)
 
-    data = [(torch.full((length, 1), 0.5),) for length in (4, 1, 2, 3, 7, 5)]
+    data = [(torch.full((length, 1), 0.5),) for length in lengths]
     model = nn.Linear(1, 3)
     made = Attributor(
         model,
@@ -284,7 +287,7 @@ def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(tmp_pat
         progress=False,
     )
     with pytest.warns(
-        UserWarning, match=r"f of row 1 .* is .* in its batch .* depends on how far its batch is padded"
+        UserWarning, match=rf"f of row {row} .* is .* in its batch .* depends on how far its batch is padded"
     ):
         made.featurize(data)
     with pytest.raises(ManifestMismatchError, match=r"padded to the longest .* Leave the padding out of f"):

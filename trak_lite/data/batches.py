@@ -186,6 +186,11 @@ def _sized(batch: Batch) -> list[Any]:
     return found
 
 
+def parts_of(batch: Batch) -> list[Any]:
+    """Return the tensors with a sample axis, and the lists, tuples and arrays of a batch, each in order."""
+    return [*flatten_batch(batch)[0], *_sized(batch)]
+
+
 def _refuse_shared(leaves: Sequence[Tensor], of_one: Sequence[Tensor]) -> None:
     size = len(leaves[0])
     if len(leaves) != len(of_one):  # a collate function may leave parts out
@@ -222,6 +227,31 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
         return map_tensors(lambda tensor: next(replacement) if tensor.dim() else tensor, batch)
 
     return leaves, rebuild
+
+
+def pads(sample: Tensor, alone: Tensor) -> bool | None:
+    """Return whether a sample of a batch is a padded form of the same sample alone; ``None`` if it is neither.
+
+    Both are ``(1, ...)``.
+    """
+    if sample.shape == alone.shape:
+        return False if is_equal(sample, alone) else None
+    if sample.dim() != alone.dim() or any(a < b for a, b in zip(sample.shape, alone.shape, strict=True)):
+        return None
+    sizes = list(zip(sample.shape, alone.shape, strict=True))
+    starts = sample[tuple(slice(0, size) for _, size in sizes)]
+    ends = sample[tuple(slice(whole - size, whole) for whole, size in sizes)]
+    return True if is_equal(starts, alone) or is_equal(ends, alone) else None
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and values; NaN equals NaN."""
+    if one.shape != other.shape:
+        return False
+    same = one == other
+    if one.is_floating_point() and other.is_floating_point():
+        same |= one.isnan() & other.isnan()
+    return bool(same.all())
 
 
 def batch_size(batch: Batch) -> int:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import logging
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from trak_lite.data.batches import (
     ColumnMarks,
     flatten_batch,
     move_batch,
+    pads,
+    parts_of,
     rows_in_batches,
     take_rows,
 )
@@ -131,7 +134,8 @@ class Rows(_AsTheyAre):
         self.held: HeldRows | None = None
         """A few rows of the first loaded batch; ``None`` before a batch is loaded."""
         self.may_pad = self.collate is not default_collate
-        """Whether f of a sample may depend on the padding of its batch, as far as it was looked at."""
+        """Whether f of a sample may depend on the padding of its batch, as no padded sample was looked at."""
+        self._num_computed = 0
         self.may_be_zero = True
         """Whether the user is to be told if all computed rows are zero; once per call."""
         self._size = len(self.dataset)
@@ -147,6 +151,11 @@ class Rows(_AsTheyAre):
     def indices(self) -> RowNumbers:
         """Dataset index of every row, ``(N,)`` int64."""
         return self._in_dataset(np.arange(len(self)))
+
+    def is_to_look_at_padding(self) -> bool:
+        """Count a batch; return whether its padding is to be looked at: number 1, 2, 4, ... until one has some."""
+        self._num_computed += 1
+        return self.may_pad and self._num_computed & (self._num_computed - 1) == 0
 
     def require_same_size(self) -> None:
         """Check that the dataset's length has not changed since construction.
@@ -303,33 +312,34 @@ class _Samples(Dataset[Any]):
             return self._marks.marked(self._collate(samples), lambda: self._collated(copies and copies[:1]))
 
     def _refuse_reordering(self, samples: list[Any]) -> None:
-        """Raise if some samples in reverse order give the same entries of a batch, but not in reverse order."""
-        one, other = (self._collated(_copied(given)) for given in (samples, samples[::-1]))
+        """Raise if a batch of some samples has the entries of the samples collated alone in another order."""
+        batch, again = self._collated(samples), self._collated(samples, seed=1)
+        alone = [self._collated([sample]) for sample in samples]
         count = len(samples)
-        leaves = list(zip(flatten_batch(one)[0], flatten_batch(other)[0], strict=False))
-        if any(a.shape != b.shape or len(a) != count or a.layout != torch.strided for a, b in leaves):
-            return
-        pairs = [(a, b.flip(0)) for a, b in leaves]
-        if all(torch.equal(a, b) for a, b in pairs):
-            return
+        for part, other, *single in zip(*map(parts_of, (batch, again, *alone)), strict=False):
+            if len(part) != count or any(len(one) != 1 for one in single):
+                return
+            if not _fits(part, other):
+                continue  # drawn anew
+            fits = [[_fits(part[j : j + 1], one) for j in range(count)] for one in single]
+            is_there = all(map(any, fits)) and all(
+                map(any, zip(*fits, strict=True))
+            )  # not so for numbers of places
+            if is_there and not all(fits[i][i] for i in range(count)):
+                raise InvalidInputError(
+                    f"The collate function of {self._what} changes the order of its samples: some entries of a batch "
+                    "are those of other samples. Expected entry i to be that of sample i, because rows are numbered by "
+                    "it. Do not sort in the collate function: nn.utils.rnn.pack_padded_sequence(..., "
+                    "enforce_sorted=False) takes lengths in any order."
+                )
 
-        def is_same(i: int, j: int) -> bool:
-            return all(torch.equal(a[i], b[j]) for a, b in pairs)
-
-        # Entries that are drawn anew (masks) are not found.
-        if all(any(is_same(i, j) for j in range(count)) for i in range(count)):
-            raise InvalidInputError(
-                f"The collate function of {self._what} changes the order of its samples: it makes the same batch of "
-                "them in reverse order. Expected entry i of a batch to be sample i, because rows are numbered by it. "
-                "Do not sort in the collate function: nn.utils.rnn.pack_padded_sequence(..., enforce_sorted=False) "
-                "takes lengths in any order."
-            )
-
-    def _collated(self, samples: list[Any] | None) -> Batch | None:
+    def _collated(self, samples: list[Any] | None, seed: int = 0) -> Batch | None:
         """Return the batch of copies of some samples, if the collate function makes one."""
         try:
             with undisturbed():  # collate functions may draw masks
-                return None if samples is None else self._collate(samples)
+                for seeded in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+                    seeded(seed)
+                return None if samples is None else self._collate(copy.deepcopy(samples))
         except Exception as error:  # a user's function, which need not take so few samples
             refuse_machine_failure(error)
             logger.debug("Samples are not collated again: %s", error)
@@ -343,6 +353,14 @@ class _Samples(Dataset[Any]):
         if self._worker_init is not None:
             with _naming([], self._what):
                 self._worker_init(worker)
+
+
+def _fits(entries: Any, alone: Any) -> bool:
+    """Whether entries of a batch are those of samples alone, padded or not."""
+    if isinstance(entries, Tensor):
+        is_dense = entries.layout == alone.layout == torch.strided and not entries.is_nested
+        return is_dense and pads(entries, alone) is not None
+    return np.array_equal(entries, alone) if isinstance(entries, np.ndarray) else list(entries) == list(alone)
 
 
 def _copied(samples: Any) -> list[Any] | None:

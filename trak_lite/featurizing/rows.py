@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import HostCopy, float32_products, one_behind, undisturbed
-from trak_lite.data.batches import batch_size, flatten_batch, move_batch, rows_in_batches, take_rows
-from trak_lite.data.datasets import RowNumbers, Rows
+from trak_lite._eval_caches import StateBeforePass
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch, pads, rows_in_batches, take_rows
+from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
     BusyError,
     InvalidInputError,
@@ -66,6 +67,8 @@ _ZERO = (
     "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
     "merged or disabled, at unused parts of the model, and at parameters that are frozen or left out (grad_wrt)."
 )
+_NUM_COLLATED = 8
+"""Samples of a batch that are collated alone, to find a padded one."""
 _MAX_ROUNDING = 1e-2  # that the cast may take of a row's norm; float16 itself rounds to 5e-4
 
 
@@ -223,53 +226,57 @@ class RowPass:
                 to_come = max(0, num_left() - len(wanted)) / self.rows.batch_size
                 with turn():
                     found = self.compute(wanted, batch, to_come)
-                if isinstance(self.rows, Rows) and self.rows.may_pad and not is_sharded(found.computer.model):
-                    self.rows.may_pad = False
-                    self._look_at_padding(wanted, found)
+                rows = self.rows
+                is_whole = not is_sharded(found.computer.model)
+                if is_whole and isinstance(rows, Rows) and rows.is_to_look_at_padding():
+                    rows.may_pad = not self._look_at_padding(wanted, found)
                 yield wanted, found
             complete = True
         finally:
             if found is not None:
                 found.computer.confirm(complete)
 
-    def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> None:
-        """Warn if f of the last sample of a batch is another one where the sample is collated on its own."""
+    def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> bool:
+        """Warn if f of a padded sample of a batch is another one where the sample is collated on its own.
+
+        The most padded one of up to eight samples is taken. Return whether one of them is padded.
+        """
         computer = found.computer
+        padded: dict[int, Batch] = {}
         try:
-            with undisturbed():  # collate functions may draw masks
-                [(_, alone)] = self.rows.batches([wanted[-1:]])
-            alone = move_batch(alone, self.device)
-            pairs = zip(flatten_batch(found.batch)[0], flatten_batch(alone)[0], strict=True)
-            pads = [_pads(one[-1:], other) for one, other in pairs]
-            if None in pads or not any(pads):  # another sample (a mask is drawn anew), or no padding
-                return
+            for place in spread_rows(len(wanted), _NUM_COLLATED).tolist():
+                with undisturbed():  # collate functions may draw masks
+                    [(_, alone)] = self.rows.batches([wanted[place : place + 1]])
+                alone = move_batch(alone, self.device)
+                pairs = zip(flatten_batch(found.batch)[0], flatten_batch(alone)[0], strict=True)
+                are_padded = [pads(one[place : place + 1], other) for one, other in pairs]
+                if None not in are_padded and any(are_padded):  # not another sample (a mask is drawn anew)
+                    padded[place] = alone
+            if not padded:
+                return False
+            place = min(
+                padded, key=lambda place: sum(leaf.numel() for leaf in flatten_batch(padded[place])[0])
+            )
+            state = StateBeforePass(computer.model.modules())
             with torch.enable_grad(), float32_products(self.device, computer.float32_products):
-                output = computer.modelout_fn.evaluate(ModelCall(computer.model), alone).output.detach()
+                output = computer.modelout_fn.evaluate(
+                    ModelCall(computer.model), padded[place]
+                ).output.detach()
+            state.restore()
         except Exception as error:  # a sample may be too short for the model, if it is not padded
             refuse_machine_failure(error)
             logger.debug("%s: the padding is not looked at: %s", self.rows.what, error)
-            return
-        difference = float((output - found.terms.output[-1:]).abs())
+            return bool(padded)
+        in_batch = float(found.terms.output[place])
+        difference = abs(float(output) - in_batch)
         if difference > rounding_of(computer.model, self.device) * float(found.terms.output.abs().max()):
             warnings.warn(
-                f"f of row {wanted[-1]} of {self.rows.what} is {float(found.terms.output[-1]):.5g} in its batch and "
-                f"{float(output):.5g} alone: it depends on how far its batch is padded, and so do all rows. {_PADDED}",
+                f"f of row {wanted[place]} of {self.rows.what} is {in_batch:.5g} in its batch and {float(output):.5g} "
+                f"alone: it depends on how far its batch is padded, and so do all rows. {_PADDED}",
                 UserWarning,
                 stacklevel=2,
             )
-
-
-def _pads(sample: Tensor, alone: Tensor) -> bool | None:
-    """Return whether a sample of a batch is a padded form of the same sample alone; ``None`` if it is neither."""
-    if sample.shape == alone.shape:
-        return False if bool((sample == alone).all()) else None
-    if sample.dim() != alone.dim() or any(a < b for a, b in zip(sample.shape, alone.shape, strict=True)):
-        return None
-    starts = sample[tuple(slice(0, size) for size in alone.shape)]
-    ends = sample[
-        tuple(slice(whole - size, whole) for whole, size in zip(sample.shape, alone.shape, strict=True))
-    ]
-    return True if bool((starts == alone).all()) or bool((ends == alone).all()) else None
+        return True
 
 
 @final

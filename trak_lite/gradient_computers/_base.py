@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products, float32_products
-from trak_lite._eval_caches import remembering_nothing
+from trak_lite._eval_caches import StateBeforePass
 from trak_lite._validate import one_of, positive_int
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
@@ -231,6 +231,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
     advice: ClassVar[str] = ""
     """End of the message of a failed self-check: the likely cause, and an alternative."""
+    _calls_functions: ClassVar[bool] = False
+    """Whether passes run with replaced parameters and buffers (``functional_call``)."""
     _takes_samples_alone: ClassVar[bool] = False
     """Whether f is computed of batches of one sample, so that a pass does not show what samples have to do with each
     other."""
@@ -270,6 +272,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Whether f of the same samples is known to be the same in eval mode."""
         self._tree: ModelTree | None = None
         """The model, during a pass."""
+        self._state: StateBeforePass | None = None
         self._error_of_sink: Exception | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
@@ -346,12 +349,17 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         # A pass in train mode would update running statistics, and probing a model takes several passes.
         tree, dtype = self._tree or ModelTree(self.model), self.autocast_dtype
         device = next(self.model.parameters()).device.type
-        with (
-            torch.autocast(device, dtype) if dtype is not None else nullcontext(),
-            _private_buffers(tree),
-            remembering_nothing(tree.modules, always=call is not None),
-        ):
-            terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), batch)
+        state = self._state or StateBeforePass(tree.modules)
+        state.restore(always=call is not None)  # what the pass before has set, and read in its backward pass
+        try:
+            with (
+                torch.autocast(device, dtype) if dtype is not None else nullcontext(),
+                _private_buffers(tree),
+            ):
+                terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), batch)
+        finally:
+            if self._state is None:
+                state.restore(always=call is not None)
         with torch._C.DisableTorchFunction():  # a pass would look at every question about a shape
             count = batch_size(batch)
             for name, value in zip(terms._fields, terms, strict=True):
@@ -388,6 +396,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
 
         count = batch_size(batch)
         self._tree = tree = ModelTree(self.model)  # all steps use this one
+        self._state = state = StateBeforePass(tree.modules)
         try:
             reshard(tree)
             refuse_batch_statistics(tree)
@@ -397,7 +406,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                     self._refuse_random(tree, batch)
                     return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, take)
         finally:
-            self._tree = self._error_of_sink = None
+            self._tree = self._state = self._error_of_sink = None
+            state.restore(always=self._calls_functions)
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)

@@ -37,6 +37,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         "partial), where torch.func.functional_call does not replace it. Use HookGradientComputer "
         "(gradient_computer='hook') or IterativeGradientComputer ('iterative')."
     )
+    _calls_functions: ClassVar[bool] = True
     _takes_samples_alone: ClassVar[bool] = True
     _randomness: Literal["different", "same"] = "different"
     """How ``vmap`` shares random numbers among samples (dropout in train mode)."""

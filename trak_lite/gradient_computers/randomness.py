@@ -29,6 +29,9 @@ from trak_lite.gradient_computers.reference import (
 from trak_lite.models.sharded import class_of
 from trak_lite.types import Batch
 
+_ROUNDING = 1e-6
+"""Relative change of the norm of a parameter that another pass may make; half a rounding of 16 bits is more."""
+
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
@@ -174,12 +177,15 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         if (found := draws(parts[0])) is None:
             parts, found = [batch], draws(batch)
         if found is not None:
-            if changed := _changed(computer.model, weights):
+            if changed := _changed(computer.model, weights, 0.0):
                 weights = _sizes(computer.model)
                 put_back()
-                draws(parts[-1])
+                if draws(map_tensors(_other_values, parts[-1])) is None:
+                    draws(parts[-1])
                 # A limit of their norms changes them once. What is computed from samples changes them again.
-                refuse_changed_parameters(computer.model, _changed(computer.model, weights) & changed)
+                refuse_changed_parameters(
+                    computer.model, _changed(computer.model, weights, _ROUNDING) & changed
+                )
             _refuse_changed_buffers(computer, parts, buffers)
         if not found:
             return
@@ -205,19 +211,27 @@ def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
-    """Return the names of parameters with other values than ``before``, beyond rounding."""
+def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float) -> set[str]:
+    """Return the names of parameters whose norm or sum differs by more than rounding."""
     now = _sizes(model)
-    rounding = {name: 16 * torch.finfo(p.dtype).eps for name, p in model.named_parameters()}
+    most = {
+        name: max(rounding, rounding and torch.finfo(p.dtype).eps / 2) for name, p in model.named_parameters()
+    }
     return {
         name
         for name, sizes in before.items()
         if name in now
         and any(
-            float((a - b).abs()) > rounding[name] * float(sizes[0])
-            for a, b in zip(now[name], sizes, strict=True)
+            float((a - b).abs()) > most[name] * float(sizes[0]) for a, b in zip(now[name], sizes, strict=True)
         )
     }
+
+
+def _other_values(tensor: Tensor) -> Tensor:
+    """Return other inputs, of which a model computes something else: a batch may hold equal samples, or only one."""
+    if tensor.is_floating_point():
+        return tensor * 1.25
+    return tensor.flip(-1) if tensor.dim() > 1 else tensor
 
 
 def _state_kept(model: nn.Module) -> Callable[[], None]:

@@ -34,7 +34,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import SavedFeatures, refuse_other_model
-from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task
+from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task, warn_of_balance
 from trak_lite.modelout_functions import ModelCall, require_separate_documents
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
@@ -131,8 +131,11 @@ def attributor_from_trainer(
         collate = trl_collate(trainer, kind, collate)
     given = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
     probed = Rows(data, collate=given["collate"], what="the trainer's train dataset")
-    if task is None:
-        task = task_of(trainer.model) if kind is None else trl_task(trainer, kind, data)
+    if task is None and kind is not None:
+        task = trl_task(trainer, kind, data)
+    elif task is None:
+        _refuse_other_loss(trainer)
+        task = task_of(trainer.model)
     attributor = Attributor(_without_autocast(trainer.model), task, path, **given)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
         _refuse_unstable(attributor, probed, alone=given["batch_size"] == 1)
@@ -141,6 +144,26 @@ def attributor_from_trainer(
             joined = trainer.data_collator([probed.dataset[row] for row in some])
             require_separate_documents(attributor.model, Documents([joined]), attributor.device)
     return attributor
+
+
+def _refuse_other_loss(trainer: Trainer) -> None:
+    """Raise if a trainer's loss is not that of its model, and warn if the loss of a mixture balances its experts."""
+    other = {
+        "label_smoothing_factor": trainer.args.label_smoothing_factor,
+        "compute_loss_func": trainer.compute_loss_func,
+        "compute_loss": getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss,
+    }
+    if any(other.values()):
+        raise InvalidInputError(
+            f"The {type(trainer).__name__} has a {' and a '.join(name for name in other if other[name])} of its own, "
+            "so its loss is not that of its model, whose task would be taken. Pass task=..., a name or a function "
+            "f(model_call, batch) -> (B,)."
+        )
+    config: Any = getattr(trainer.model, "config", None)
+    if getattr(config, "output_router_logits", False) and (
+        weight := getattr(config, "router_aux_loss_coef", 0)
+    ):
+        warn_of_balance(type(trainer).__name__, weight)
 
 
 def task_of(model: nn.Module) -> str:

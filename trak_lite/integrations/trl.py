@@ -261,13 +261,7 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
             "name or a function f(model_call, batch) -> (B,)."
         )
     if getattr(trainer, "aux_loss_enabled", False):
-        warnings.warn(
-            f"The loss of the {kind} includes {trainer.router_aux_loss_coef} times the load-balancing loss of its "
-            "mixture of experts. That is a function of whole batches, in which rows have no share, so it is not part "
-            "of f. Set router_aux_loss_coef=0 to train without it.",
-            UserWarning,
-            stacklevel=3,
-        )
+        warn_of_balance(kind, trainer.router_aux_loss_coef)
     if kind == DPO:
         if any(name not in rows[0] for name in REFERENCES):
             raise InvalidInputError(
@@ -278,6 +272,17 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
     if kind == GRPO:
         return _grpo_task(trainer, rows)
     return "reward_modeling" if kind == REWARD else "causal_language_modeling"
+
+
+def warn_of_balance(kind: str, coefficient: float) -> None:
+    """Warn that the loss that balances the experts of a mixture is not part of f."""
+    warnings.warn(
+        f"The loss of the {kind} includes {coefficient} times the load-balancing loss of its mixture of experts. That "
+        "is a function of whole batches, in which rows have no share, so it is not part of f. Set "
+        "router_aux_loss_coef=0 to train without it.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def trl_collate(trainer: Any, kind: str, collate: Collate) -> Collate:
