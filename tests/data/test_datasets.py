@@ -313,21 +313,30 @@ def test_a_collate_function_that_reorders_its_samples_is_refused(collate, num_wo
 
 
 def with_places(samples):
+    boxes = [np.array([1.0, len(sample["x"])]) for sample in samples]
     return (
         padded(samples),
         torch.arange(len(samples)),
         torch.rand(len(samples)),
         [len(samples)] * len(samples),
+        boxes,
     )
 
 
-def test_a_collate_function_may_number_draw_and_repeat():
+def with_a_part_of_several(samples):
+    """One sample alone has one part less, and the parts behind it are in other places."""
+    labels = torch.arange(len(samples)).flip(0)
+    return [padded(samples), *[labels] * (len(samples) > 1), torch.zeros(len(samples))]
+
+
+@pytest.mark.parametrize("collate", [with_places, with_a_part_of_several])
+def test_a_collate_function_may_number_draw_and_repeat(collate):
     """Entries of equal samples are equal, and what is drawn or counted is no entry of a sample alone."""
     samples = [{"x": torch.ones(2)} for _ in range(6)]
     torch.manual_seed(0)
-    expected = with_places(samples)
+    expected = collate(samples)
     torch.manual_seed(0)
-    ((_, found),) = Rows(samples, collate=with_places, name="texts").batches(plan(range(6)))
+    ((_, found),) = Rows(samples, collate=collate, name="texts").batches(plan(range(6)))
 
     torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)
 

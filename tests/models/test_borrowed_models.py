@@ -330,6 +330,48 @@ def test_rows_do_not_depend_on_the_texts_before(where, engine):
     assert (model.longest, model.period.item(), type(model.first[1])) == (2, 1.0, nn.Tanh)
 
 
+class Quantised(nn.Module):
+    """Multiplies by frozen weights of one byte."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x @ self.weight.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_frozen_parameters_may_have_one_byte(dtype):
+    made = attributed(Quantised(dtype))
+    states = [copied(Quantised(dtype))]
+    made.featurize(Rows(TRAIN, batch_size=4), states)
+    plain = products(lambda: Quantised(torch.float64), [{k: v.double() for k, v in states[0].items()}])
+    np.testing.assert_allclose(made.score(TRAIN).numpy(), plain, rtol=1e-4, atol=1e-5)
+
+
+class Mixing(nn.Module):
+    """Mixes the samples of a batch a little, and replaces a buffer by an equal one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("ones", torch.ones(3))
+
+    def forward(self, x):
+        hidden = self.linear(x) * self.ones
+        self.ones = self.ones * 1.0
+        return hidden.tanh() + 0.05 * hidden.mean(0, keepdim=True)
+
+
+def test_a_model_that_mixes_samples_is_refused_if_it_replaces_buffers_too():
+    with pytest.raises(UnsupportedModelError, match="depends on the other samples of its batch"):
+        attributed(Mixing(), "functional").featurize(Rows(TRAIN, batch_size=4))
+
+
 class FromData(nn.Module):
     """Sets parameters from its first batch, as the normalisation of Glow, or limits them, as EEGNet."""
 

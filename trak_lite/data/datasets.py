@@ -195,6 +195,7 @@ class Rows(_AsTheyAre):
                 drawn.append(rows)
                 yield self._in_dataset(rows).tolist()
 
+        self._samples.what = self.what
         loader = DataLoader(
             self._samples,
             batch_sampler=dataset_indices(),
@@ -289,7 +290,7 @@ class _Samples(Dataset[Any]):
     _dataset: Any
     _collate: Collate
     _worker_init: Callable[[int], None] | None
-    _what: str
+    what: str
     _marks: ColumnMarks = dataclasses.field(default_factory=ColumnMarks)
     _num_batches: int = 0
     """Batches of several samples that the user's collate function made."""
@@ -297,41 +298,49 @@ class _Samples(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> Batch:
         fetch = getattr(self._dataset, "__getitems__", None)
         if fetch is None:
-            samples = _loaded(self._dataset, indices, self._what)
+            samples = _loaded(self._dataset, indices, self.what)
         else:
-            with _naming(indices, self._what):
+            with _naming(indices, self.what):
                 samples = fetch(indices)
-        with _naming(indices, self._what):
+        with _naming(indices, self.what):
             copies = None
             if self._collate is not default_collate and len(samples) > 1:
                 self._num_batches += 1
                 if self._num_batches & (self._num_batches - 1) == 0:  # 1, 2, 4, ...
                     copies = _copied(samples)  # before the collate function may change them
-            if copies is not None:
-                self._refuse_reordering(copies)
+            if copies is not None and self._reorders(copies):
+                raise InvalidInputError(
+                    f"The collate function of {self.what} changes the order of its samples: some entries of a batch "
+                    "are those of other samples. Expected entry i to be made from sample i, because rows are numbered "
+                    "by it. Do not sort or roll samples in the collate function: "
+                    "nn.utils.rnn.pack_padded_sequence(..., enforce_sorted=False) takes lengths in any order."
+                )
             return self._marks.marked(self._collate(samples), lambda: self._collated(copies and copies[:1]))
 
-    def _refuse_reordering(self, samples: list[Any]) -> None:
-        """Raise if a batch of some samples has the entries of the samples collated alone in another order."""
-        batch, again = self._collated(samples), self._collated(samples, seed=1)
-        alone = [self._collated([sample]) for sample in samples]
+    def _reorders(self, samples: list[Any]) -> bool:
+        """Whether a batch of some samples has the entries of the samples collated alone in another order."""
+        batches = [self._collated(samples), self._collated(samples, seed=1)]
+        batches += [self._collated([sample]) for sample in samples]
+        parts = list(map(parts_of, batches))
         count = len(samples)
-        for part, other, *single in zip(*map(parts_of, (batch, again, *alone)), strict=False):
-            if len(part) != count or any(len(one) != 1 for one in single):
-                return
-            if not _fits(part, other):
-                continue  # drawn anew
-            fits = [[_fits(part[j : j + 1], one) for j in range(count)] for one in single]
-            is_there = all(map(any, fits)) and all(
-                map(any, zip(*fits, strict=True))
-            )  # not so for numbers of places
-            if is_there and not all(fits[i][i] for i in range(count)):
-                raise InvalidInputError(
-                    f"The collate function of {self._what} changes the order of its samples: some entries of a batch "
-                    "are those of other samples. Expected entry i to be that of sample i, because rows are numbered by "
-                    "it. Do not sort in the collate function: nn.utils.rnn.pack_padded_sequence(..., "
-                    "enforce_sorted=False) takes lengths in any order."
-                )
+        if len({len(some) for some in parts}) > 1:  # a part is left out for some
+            return False
+        try:
+            for part, again, *alone in zip(*parts, strict=True):
+                if len(part) != count or any(len(one) != 1 for one in alone):
+                    return False
+                if not _fits(part, again):
+                    continue  # drawn anew
+                fits = [[_fits(part[j : j + 1], one) for j in range(count)] for one in alone]
+                is_there = all(map(any, fits)) and all(
+                    map(any, zip(*fits, strict=True))
+                )  # not so for numbers of places
+                if is_there and not all(fits[i][i] for i in range(count)):
+                    return True
+        except Exception as error:  # values without equality, such as lists of arrays
+            refuse_machine_failure(error)
+            logger.debug("The order of a batch is not looked at: %s", error)
+        return False
 
     def _collated(self, samples: list[Any] | None, seed: int = 0) -> Batch | None:
         """Return the batch of copies of some samples, if the collate function makes one."""
@@ -351,7 +360,7 @@ class _Samples(Dataset[Any]):
         assert info is not None
         object.__setattr__(info, "dataset", self._dataset)  # WorkerInfo is frozen and holds this wrapper
         if self._worker_init is not None:
-            with _naming([], self._what):
+            with _naming([], self.what):
                 self._worker_init(worker)
 
 

@@ -258,11 +258,12 @@ class RowPass:
                 padded, key=lambda place: sum(leaf.numel() for leaf in flatten_batch(padded[place])[0])
             )
             state = StateBeforePass(computer.model.modules())
-            with torch.enable_grad(), float32_products(self.device, computer.float32_products):
-                output = computer.modelout_fn.evaluate(
-                    ModelCall(computer.model), padded[place]
-                ).output.detach()
-            state.restore()
+            try:
+                with torch.enable_grad(), float32_products(self.device, computer.float32_products):
+                    call = ModelCall(computer.model)
+                    output = computer.modelout_fn.evaluate(call, padded[place]).output.detach()
+            finally:
+                state.restore()
         except Exception as error:  # a sample may be too short for the model, if it is not padded
             refuse_machine_failure(error)
             logger.debug("%s: the padding is not looked at: %s", self.rows.what, error)

@@ -311,6 +311,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             yield self._unchecked(), take_rows(batch, [position]), [0]
 
     def _unchecked(self) -> Self:
+        self.undo_passes()
         again = copy.copy(self)
         again.self_check, again.chunk_size, again.checks = False, None, SelfCheck()
         return again
@@ -350,7 +351,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         tree, dtype = self._tree or ModelTree(self.model), self.autocast_dtype
         device = next(self.model.parameters()).device.type
         state = self._state or StateBeforePass(tree.modules)
-        state.restore(always=call is not None)  # what the pass before has set, and read in its backward pass
+        always = self._calls_functions or call is not None
+        state.restore(always)  # what the pass before has set, and read in its backward pass
         try:
             with (
                 torch.autocast(device, dtype) if dtype is not None else nullcontext(),
@@ -359,7 +361,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                 terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), batch)
         finally:
             if self._state is None:
-                state.restore(always=call is not None)
+                state.restore(always)
         with torch._C.DisableTorchFunction():  # a pass would look at every question about a shape
             count = batch_size(batch)
             for name, value in zip(terms._fields, terms, strict=True):
@@ -369,6 +371,14 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                         f"of {count} samples, expected ({count},): one number per sample. Do not reduce over the batch."
                     )
         return terms
+
+    def undo_passes(self) -> None:
+        """Undo what the passes of this batch have set, if they replaced a buffer or a submodule.
+
+        No backward pass may be left, and none of these may be undone in float64.
+        """
+        if self._state is not None:
+            self._state.restore(self._calls_functions)
 
     @property
     def differentiates_the_model(self) -> bool:
@@ -395,8 +405,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                 raise
 
         count = batch_size(batch)
+        outer = self._tree, self._state
         self._tree = tree = ModelTree(self.model)  # all steps use this one
-        self._state = state = StateBeforePass(tree.modules)
+        self._state = StateBeforePass(tree.modules)
         try:
             reshard(tree)
             refuse_batch_statistics(tree)
@@ -406,8 +417,9 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                     self._refuse_random(tree, batch)
                     return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, take)
         finally:
-            self._tree = self._state = self._error_of_sink = None
-            state.restore(always=self._calls_functions)
+            self.undo_passes()
+            self._tree, self._state = outer
+            self._error_of_sink = None
         for name, parameter in kept.items():
             sink(DenseBlock(name, parameter.detach().new_empty(0, *parameter.shape)))
         empty = next(iter(kept.values())).detach().new_empty(0)

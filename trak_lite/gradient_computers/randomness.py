@@ -91,7 +91,9 @@ def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
 def _outputs(computer: CheckedComputer, parts: Iterable[Batch], seed: int = 0) -> Tensor:
     """Return f of the samples of some batches, in order, with random numbers that start from a seed."""
     with restoring_draws(computer.model, seed), torch.enable_grad():  # without gradients a checkpoint warns
-        return torch.cat([computer.terms(part).output.detach() for part in parts])
+        found = torch.cat([computer.terms(part).output.detach() for part in parts])
+    computer.undo_passes()
+    return found
 
 
 class _Draws(TorchFunctionMode):
@@ -180,7 +182,10 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
             if changed := _changed(computer.model, weights, 0.0):
                 weights = _sizes(computer.model)
                 put_back()
-                if draws(map_tensors(_other_values, parts[-1])) is None:
+                try:
+                    draws_numbers(computer, map_tensors(_other_values, parts[-1]))
+                except Exception as error:  # the user's model need not take these values
+                    refuse_machine_failure(error)
                     draws(parts[-1])
                 # A limit of their norms changes them once. What is computed from samples changes them again.
                 refuse_changed_parameters(
@@ -201,9 +206,12 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
 
 
 def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the norm and the sum of every parameter, divided by the root of its number of entries."""
+    """Return the norm of every parameter of 16 bits or more, and its sum over the root of its number of entries."""
     found = {}
     for name, p in model.named_parameters():
+        is_number = p.is_complex() or (p.is_floating_point() and p.dtype.itemsize > 1)
+        if type(p) is not nn.Parameter or not is_number:  # quantised
+            continue
         values = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
         wide = wide_dtype(values.device)
         norm = torch.linalg.vector_norm(values, dtype=wide)
@@ -213,25 +221,22 @@ def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float) -> set[str]:
     """Return the names of parameters whose norm or sum differs by more than rounding."""
-    now = _sizes(model)
-    most = {
-        name: max(rounding, rounding and torch.finfo(p.dtype).eps / 2) for name, p in model.named_parameters()
-    }
-    return {
-        name
-        for name, sizes in before.items()
-        if name in now
-        and any(
-            float((a - b).abs()) > most[name] * float(sizes[0]) for a, b in zip(now[name], sizes, strict=True)
+    now, parameters = _sizes(model), dict(model.named_parameters())
+    found = set()
+    for name in now.keys() & before.keys():
+        most = max(rounding, rounding and torch.finfo(parameters[name].dtype).eps / 2) * float(
+            before[name][0]
         )
-    }
+        if any(float((a - b).abs()) > most for a, b in zip(now[name], before[name], strict=True)):
+            found.add(name)
+    return found
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """Return other inputs, of which a model computes something else: a batch may hold equal samples, or only one."""
-    if tensor.is_floating_point():
-        return tensor * 1.25
-    return tensor.flip(-1) if tensor.dim() > 1 else tensor
+    """Return other inputs in the range of these: a batch may have equal samples. Negative numbers may be marks."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor * 0.75
+    return tensor if tensor.dtype == torch.bool else torch.where(tensor > 0, tensor // 2, tensor)
 
 
 def _state_kept(model: nn.Module) -> Callable[[], None]:

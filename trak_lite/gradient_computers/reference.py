@@ -48,6 +48,9 @@ class CheckedComputer(Protocol):
     def terms(self, batch: Batch, /) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph."""
 
+    def undo_passes(self) -> None:
+        """Undo what passes have set, if they replaced a buffer or a submodule; no backward pass may be left."""
+
     def repeated(self, batch: Batch, positions: Sequence[int], /) -> Iterator[tuple[Any, Batch, list[int]]]:
         """Yield (computer without self-check, batch, positions in it) to stream some samples again."""
 

@@ -438,6 +438,7 @@ def _equal_in_float64(
     """
     if not fits_in_float64(computer.model):
         return None
+    computer.undo_passes()
     seen = SeenDtypes()
     try:
         with in_float64(computer.model), seen:
