@@ -346,6 +346,31 @@ def test_one_of_many_creators_wins_and_the_others_compare(tmp_path, victims):
     assert [name for name in os.listdir(tmp_path) if ".new-" not in name] == ["run.zarr"]
 
 
+@pytest.mark.parametrize("moment", ["made", "opened", "held"])
+def test_a_creation_begins_anew_if_its_folder_is_swept_before_it_is_locked(tmp_path, moment, monkeypatch):
+    """By a process whose clock is off: it deletes the folder, or holds its lock to do so."""
+    opened, mkdir, flock = [], os.mkdir, fcntl.flock
+
+    def sweep():
+        monkeypatch.undo()
+        (folder,) = tmp_path.glob(".run.zarr.new-*")
+        opened.append(os.open(folder, os.O_RDONLY))
+        if moment == "held":
+            flock(opened[0], fcntl.LOCK_EX)
+        else:
+            folder.rmdir()
+
+    if moment == "made":
+        monkeypatch.setattr(os, "mkdir", lambda *a, **k: (mkdir(*a, **k), sweep()))
+    else:
+        monkeypatch.setattr(fcntl, "flock", lambda *a: (sweep(), flock(*a)))
+    with ZarrFeatureStore.create(tmp_path / "run.zarr", MANIFEST) as store:
+        assert store.table_names() == []
+    os.close(opened[0])
+    left = [name for name in os.listdir(tmp_path) if ".new-" in name]
+    assert len(left) == (moment == "held")  # that process deletes it
+
+
 @pytest.mark.parametrize("step", ["mkdir", "rename"])
 def test_whoever_is_second_opens_what_the_first_made(tmp_path, step):
     """The other one is faster after the first look, or after all is built and the name is taken."""

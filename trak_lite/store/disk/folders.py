@@ -59,25 +59,26 @@ def scratch_folder(final: str) -> Iterator[str]:
     with os.scandir(parent) as entries:
         found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
     for abandoned in filter(is_old, found):  # of killed creators, which lock theirs no longer
-        if is_free(abandoned):
-            remove_tree(abandoned, ignore_errors=True)  # another process may be removing it too
-    scratch = os.path.join(parent, f"{prefix}{uuid.uuid4().hex}")
-    with building(scratch, contextlib.nullcontext()):
+        with _locked_if_free(abandoned) as free:
+            if free:
+                remove_tree(abandoned, ignore_errors=True)  # another process may be removing it too
+    with building(os.path.join(parent, prefix), contextlib.nullcontext()) as scratch:
         yield scratch
 
 
 @contextlib.contextmanager
-def building(scratch: str, lock: AbstractContextManager[None]) -> Iterator[None]:
-    """Create a folder and lock it until the context exits; delete it if the block raises.
+def building(prefix: str, lock: AbstractContextManager[None]) -> Iterator[str]:
+    """Yield a new folder, locked until the context exits, whose path begins with ``prefix``; delete it on errors.
 
     The lock given is held until the folder is locked, so that a sweep does not delete it; see :func:`is_free`.
     """
+    fd = None
     with lock:
-        make_folder(scratch)
-        fd = open_folder(scratch)
-        _lock_if_possible(fd)
+        while fd is None:
+            scratch = f"{prefix}{uuid.uuid4().hex}"
+            fd = _new_locked_folder(scratch)
     try:
-        yield
+        yield scratch
     except BaseException:
         remove_tree(scratch, ignore_errors=True)  # because the cause is re-raised
         raise
@@ -90,16 +91,47 @@ def write_document(folder: str, document: Mapping[str, Any]) -> None:
     write_file(f"{folder}/zarr.json", encode_document(document))
 
 
-def is_free(path: str) -> bool:
-    """Return whether a file or folder exists and is unlocked; ``False`` if the file system has no locks."""
+def _new_locked_folder(path: str) -> int | None:
+    """Create a folder and lock it; ``None`` if a sweep, by whose clock it is old, deletes it before it is locked."""
+    make_folder(path)
+    try:
+        fd = open_folder(path)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        swept = not os.path.lexists(path)
+    except OSError as error:
+        swept = isinstance(error, BlockingIOError)  # else the file system has no locks, and nothing is swept
+    if swept:
+        os.close(fd)
+        return None
+    return fd
+
+
+@contextlib.contextmanager
+def _locked_if_free(path: str) -> Iterator[bool]:
+    """Lock a file or folder; yield ``False`` if it is locked or does not exist, or the file system has no locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return False
+        yield False
+        return
     try:
-        return _lock_if_possible(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except OSError:
+            free = False  # held by a running creator, or no lock support: never delete
+        yield free
     finally:
         os.close(fd)
+
+
+def is_free(path: str) -> bool:
+    """Return whether a file or folder exists and is unlocked; ``False`` if the file system has no locks."""
+    with _locked_if_free(path) as free:
+        return free
 
 
 def publish_folder(scratch: str, final: str) -> bool:
@@ -128,14 +160,6 @@ def is_old(path: str) -> bool:
         return time.time() - os.lstat(path).st_mtime > _ABANDONED_AFTER
     except FileNotFoundError:
         return False
-
-
-def _lock_if_possible(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False  # held by a running creator, or no lock support: never delete
-    return True
 
 
 @contextlib.contextmanager

@@ -202,8 +202,7 @@ class TableList:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
         """Yield a new scratch folder, locked until the context exits, to be renamed by :func:`publish_folder`."""
-        path = self._new()
-        with building(path, self.locked()):
+        with building(f"{self.folder}/{_NEW}", self.locked()) as path:
             yield path
 
     def sweep(self) -> None:
