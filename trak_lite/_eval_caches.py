@@ -167,6 +167,16 @@ class StateBeforePass:
 
 
 @contextmanager
+def passes_undone(model: nn.Module, always: bool = False) -> Iterator[None]:
+    """Undo the passes of the block, and their backward passes with them; see :class:`StateBeforePass`."""
+    state = StateBeforePass(model.modules())
+    try:
+        yield
+    finally:
+        state.restore(always)
+
+
+@contextmanager
 def remembering() -> Iterator[None]:
     """Let models remember their inputs in the block, in spite of :class:`StateBeforePass`."""
     before, _THREAD.remembers = _THREAD.remembers, True

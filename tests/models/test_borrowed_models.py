@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Rows, TRAKer
+from trak_lite import Attributor, Rows, TRAKer, methods
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.methods import GradDot
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -328,6 +328,37 @@ def test_rows_do_not_depend_on_the_texts_before(where, engine):
         found = made.score(Rows(texts, batch_size=1, name="texts"))
         np.testing.assert_allclose(found.numpy(), rows @ rows.T, rtol=1e-4, atol=1e-5)
     assert (model.longest, model.period.item(), type(model.first[1])) == (2, 1.0, nn.Tanh)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.EKFAC(fisher="sampled"),
+        methods.EKFAC(samples=4),
+        methods.CG(),
+        methods.CG(draws=2),
+        methods.Fisher(),
+    ],
+    ids=["EKFAC", "samples", "CG", "draws", "Fisher"],
+)
+def test_curvatures_do_not_depend_on_the_texts_before(method):
+    """What labels are drawn from, and products of vectors, are those of a model that computes its buffer anew."""
+
+    class Forgetting(Remembering):
+        def scaled(self, x):
+            return self.first(x[..., None] / (x.shape[1] if x.shape[1] > 2 else 1))
+
+    generator = torch.Generator().manual_seed(0)
+    texts = [(torch.randn(n, generator=generator), n % 3) for n in (2, 5, 3, 2, 5, 4, 3, 2)]
+
+    def scores(kind):
+        settings = {"projector": "none", "dtype": "float32", "progress": False}
+        made = Attributor(kind("buffer").eval(), "image_classification", None, method=method, **settings)
+        made.featurize(Rows(texts, batch_size=1))
+        return made.score(Rows(texts[::-1], batch_size=1)).numpy()
+
+    found, expected = scores(Remembering), scores(Forgetting)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
 class Quantised(nn.Module):

@@ -332,10 +332,9 @@ class _Samples(Dataset[Any]):
                 if not _fits(part, again):
                     continue  # drawn anew
                 fits = [[_fits(part[j : j + 1], one) for j in range(count)] for one in alone]
-                is_there = all(map(any, fits)) and all(
-                    map(any, zip(*fits, strict=True))
-                )  # not so for numbers of places
-                if is_there and not all(fits[i][i] for i in range(count)):
+                matches = [*fits, *zip(*fits, strict=True)]
+                # A part that numbers the places of a batch does not match the samples alone.
+                if all(map(any, matches)) and not all(fits[i][i] for i in range(count)):
                     return True
         except Exception as error:  # values without equality, such as lists of arrays
             refuse_machine_failure(error)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._eval_caches import passes_undone
 from trak_lite._random import row_noise
 from trak_lite.data.batches import map_tensors
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
@@ -364,7 +365,8 @@ class DrawnRows:
             _, original, version = copies.get(id(tensor), (tensor, tensor, None))
             return tensor if version is None or _versions(tensor) != version else original
 
-        return map_tensors(restored, self.task.sample_labels(call, map_tensors(copied, batch), noise))
+        with passes_undone(self.model):
+            return map_tensors(restored, self.task.sample_labels(call, map_tensors(copied, batch), noise))
 
 
 class _RepeatedCall(ModelCall):

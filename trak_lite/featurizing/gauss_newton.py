@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite._devices import full_float32, precise
+from trak_lite._eval_caches import passes_undone
 from trak_lite._random import row_noise
 from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import RowNumbers, Rows
@@ -100,7 +101,8 @@ class CurvatureProducts:
     @torch.no_grad()
     def _drawn(self, rows: RowNumbers, batch: Batch, draw: int) -> Tensor:
         noise = row_noise(rows, seed=self.seed, draw=draw)
-        labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
+        with passes_undone(self.model):
+            labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
         accumulator = NoOpProjector(device=self.device).accumulator(
             len(rows), model_id=0, parameters=self.parameters
         )
@@ -239,7 +241,8 @@ class _Recording(ModelCall):
         self.calls: list[tuple[list[Any], TreeSpec]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        returned = super().__call__(*args, **kwargs)
+        with passes_undone(self.model, always=True):  # torch.func's backward pass reads no attribute
+            returned = super().__call__(*args, **kwargs)
         self.calls.append(tree_flatten(returned))
         return returned
 

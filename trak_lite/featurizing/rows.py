@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import HostCopy, float32_products, one_behind, undisturbed
-from trak_lite._eval_caches import StateBeforePass
+from trak_lite._eval_caches import passes_undone
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch, pads, rows_in_batches, take_rows
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
@@ -257,13 +257,13 @@ class RowPass:
             place = min(
                 padded, key=lambda place: sum(leaf.numel() for leaf in flatten_batch(padded[place])[0])
             )
-            state = StateBeforePass(computer.model.modules())
-            try:
-                with torch.enable_grad(), float32_products(self.device, computer.float32_products):
-                    call = ModelCall(computer.model)
-                    output = computer.modelout_fn.evaluate(call, padded[place]).output.detach()
-            finally:
-                state.restore()
+            with (
+                torch.enable_grad(),
+                passes_undone(computer.model),
+                float32_products(self.device, computer.float32_products),
+            ):
+                call = ModelCall(computer.model)
+                output = computer.modelout_fn.evaluate(call, padded[place]).output.detach()
         except Exception as error:  # a sample may be too short for the model, if it is not padded
             refuse_machine_failure(error)
             logger.debug("%s: the padding is not looked at: %s", self.rows.what, error)

@@ -375,7 +375,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def undo_passes(self) -> None:
         """Undo what the passes of this batch have set, if they replaced a buffer or a submodule.
 
-        No backward pass may be left, and none of these may be undone in float64.
+        Call it after the last backward pass of the batch, and before the model runs in float64.
         """
         if self._state is not None:
             self._state.restore(self._calls_functions)

@@ -233,7 +233,7 @@ def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], roun
 
 
 def _other_values(tensor: Tensor) -> Tensor:
-    """Return other inputs in the range of these: a batch may have equal samples. Negative numbers may be marks."""
+    """Return other inputs in the range of these: a batch may have equal samples. Integers below zero may be marks."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor * 0.75
     return tensor if tensor.dtype == torch.bool else torch.where(tensor > 0, tensor // 2, tensor)

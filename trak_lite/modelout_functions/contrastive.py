@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
+from trak_lite._eval_caches import passes_undone
 from trak_lite._validate import integer, one_of, positive_int, positive_real
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
@@ -299,7 +300,8 @@ class CLIPModelOutput(AbstractModelOutput):
                     batch = [
                         part if step is None else step(part) for step, part in zip(steps, batch, strict=True)
                     ]
-                embedded.append(_pairs_of(self._call(ModelCall(model), move_batch(batch, device))))
+                with passes_undone(model):
+                    embedded.append(_pairs_of(self._call(ModelCall(model), move_batch(batch, device))))
                 if sum(len(pairs.image) for pairs in embedded) >= size:
                     break
         if not embedded:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import passes_undone
 from trak_lite._validate import one_of, positive_real, real_at_least
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
@@ -211,7 +212,8 @@ def reference_columns(
         for batch in batches:
             fields = columns_of(move_batch(batch, place), needed)
             answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
-            found.append(_answers_log_probs(ModelCall(reference), answers))
+            with passes_undone(reference):
+                found.append(_answers_log_probs(ModelCall(reference), answers))
     if not found:
         raise InvalidInputError("There is no batch. Expected the rows in order, in at least one batch.")
     columns = (torch.cat([pair[side].cpu() for pair in found]) for side in range(2))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_lite._eval_caches import passes_undone
 from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._describe import (
@@ -98,11 +99,11 @@ def conditions(**others: Any) -> dict[str, Any]:
 def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
     """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
     task.prepare(model)
+    found = []
     with torch.no_grad():
-        found = [
-            task.evaluate(ModelCall(model), batch).output.cpu().double()
-            for _, batch in rows.moved(np.arange(len(rows)), device)
-        ]
+        for _, batch in rows.moved(np.arange(len(rows)), device):
+            with passes_undone(model):
+                found.append(task.evaluate(ModelCall(model), batch).output.cpu().double())
     return torch.cat(found)
 
 

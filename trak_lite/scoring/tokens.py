@@ -26,6 +26,7 @@ from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trak_lite._devices import full_float32, in_float64
+from trak_lite._eval_caches import passes_undone
 from trak_lite._validate import target_number
 from trak_lite.data.batches import join_batches, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
@@ -182,7 +183,13 @@ class _Directions:
         vector = {name: (direction[name] / unit).to(value) for name, value in values.items()}
         try:
             # The other kernels of attention have no forward mode.
-            with torch.no_grad(), full_float32(device), sdpa_kernel(SDPBackend.MATH), quiet_forward_mode():
+            with (
+                torch.no_grad(),
+                passes_undone(model, always=True),
+                full_float32(device),
+                sdpa_kernel(SDPBackend.MATH),
+                quiet_forward_mode(),
+            ):
                 found: Tensor = jvp(terms, (values,), (vector,))[1]
         except RuntimeError as error:
             refuse_machine_failure(error)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from trak_lite._devices import full_float32, wide_dtype
+from trak_lite._eval_caches import passes_undone
 from trak_lite._progress import progress_bar
 from trak_lite._random import row_noise
 from trak_lite._validate import some_of
@@ -138,7 +139,7 @@ class _LossGradients:
                     labelled = batch
                     if self.method.fisher == "sampled":
                         noise = row_noise(rows, seed=self.method.seed, draw=draw)
-                        with torch.no_grad():
+                        with torch.no_grad(), passes_undone(self.model):
                             labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
                     try:
                         computer.stream_gradients(labelled, sink)
