@@ -109,7 +109,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
         for name, value in values
         if type(value) is dict and name not in _OF_EVERY_MODULE
     ]
-    inner = [(module._modules, module._modules.copy()) for module in modules if module._modules]
+    inner = [(module._modules, module._modules.copy()) for module in modules if _holds(module._modules)]
     added = _AddedHooks(modules)
     _THREAD.watching.add(added)
 
@@ -144,7 +144,9 @@ class StateBeforePass:
         # Layers of torch set nothing in eval mode, and are most of the modules.
         own = [m for m in modules if m._modules or not type(m).__module__.startswith("torch.nn.")]
         self._put_back = attributes_kept(own)
-        self._places = [place for module in own for place in (module._buffers, module._modules) if place]
+        self._places = [
+            place for module in own for place in (module._buffers, module._modules) if _holds(place)
+        ]
         self._before: list[dict[str, Any]] = [place.copy() for place in self._places]
 
     def restore(self, always: bool = False) -> None:
@@ -184,6 +186,10 @@ def remembering() -> Iterator[None]:
         yield
     finally:
         _THREAD.remembers = before
+
+
+def _holds(place: Any) -> bool:
+    return bool(place) and isinstance(place, dict)  # those of a scripted module are made anew in each access
 
 
 def _parameters(modules: Mapping[str, nn.Module | None]) -> set[int]:

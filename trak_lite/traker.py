@@ -53,7 +53,7 @@ from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.models._adapters import parameter_versions
+from trak_lite.models._adapters import changed_parameters, parameter_versions
 from trak_lite.models.borrowing import model_device, refuse_without_values, resolve_device
 from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
 from trak_lite.models.sharded import refuse_sharded
@@ -463,7 +463,7 @@ class TRAKer:
                 f"The model has the weights of another checkpoint, not those for {cursor.label}. Load that checkpoint "
                 "again (load_checkpoint or start_scoring_checkpoint)."
             )
-        if parameter_versions(self.model) != self._versions:
+        if changed_parameters(self.model, self._versions):
             raise StateError(
                 "The weights of the model have changed since the checkpoint was loaded. Load the checkpoint again."
             )

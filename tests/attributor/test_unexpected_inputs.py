@@ -282,6 +282,40 @@ def test_layers_of_two_dtypes(method, dtypes):
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-3 * np.abs(expected).max())
 
 
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated in torch
+@pytest.mark.parametrize("script", [torch.jit.script, lambda model: torch.jit.trace(model, TRAIN[:2][0])])
+@pytest.mark.parametrize("whole", [True, False])
+def test_scripted_models_and_parts_have_the_rows_of_their_source(script, whole):
+    model = net()
+    scripted = script(model) if whole else nn.Sequential(script(model[:1]), *model[1:])
+    made = [attributor(one, method=methods.GradDot(), projector="none") for one in (model, scripted)]
+    for one in made:
+        one.featurize(TRAIN)
+    expected, found = (one.score(TRAIN).numpy() for one in made)
+
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
+def test_an_embedding_whose_norms_are_limited_is_taken_if_no_pass_changes_it(engine):
+    def made(limit):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, max_norm=limit), nn.Flatten(), nn.Linear(6, 3)).eval()
+        with torch.no_grad():
+            model[0].weight.mul_(0.9 / model[0].weight.norm(dim=1).max())
+        return attributor(model, method=methods.GradDot(), gradient_computer=engine)
+
+    words = TensorDataset(
+        torch.arange(24, device="cpu").reshape(12, 2) % 5, torch.arange(12, device="cpu") % 3
+    )
+    found, expected, changed = made(1.0), made(None), made(0.5)
+    found.featurize(words)
+    expected.featurize(words)
+    with pytest.raises(UnsupportedModelError, match="changes 1 of its parameters"):
+        changed.featurize(words)
+    np.testing.assert_allclose(found.score(words).numpy(), expected.score(words).numpy(), rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore")  # quantization is deprecated in torch
 def test_a_dynamically_quantised_model_takes_its_own_state_dict():
     model = torch.ao.quantization.quantize_dynamic(net(), {"0"}, dtype=torch.qint8)

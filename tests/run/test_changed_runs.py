@@ -294,6 +294,72 @@ def test_a_row_that_depends_on_the_padding_of_its_batch_is_named_as_such(lengths
         made.featurize(Rows(data, batch_size=6, collate=padded))
 
 
+def relative_lengths(samples):
+    lengths = torch.tensor([len(x) for x, _ in samples], device="cpu")
+    return {**padded_pairs(samples), "lengths": lengths / lengths.max()}
+
+
+def centred(samples):
+    longest = max(len(x) for x, _ in samples)
+    whole = [nn.functional.pad(x, (k := (longest - len(x)) // 2, longest - len(x) - k)) for x, _ in samples]
+    return {**padded_pairs(samples), "x": torch.stack(whole)}
+
+
+def masked_if_padded(samples):
+    lengths = torch.tensor([len(x) for x, _ in samples], device="cpu")
+    batch = padded_pairs(samples)
+    return batch if len(set(lengths.tolist())) == 1 else {**batch, "mask": batch["x"] != 0}
+
+
+def padded_pairs(samples):
+    x = nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True)
+    return {"x": x, "y": torch.stack([y for _, y in samples]), "number": 1}
+
+
+def of_one_length(change):
+    return lambda samples: change(padded_pairs([(x[:2], y) for x, y in samples]))
+
+
+@pytest.mark.parametrize(
+    ("collate", "cause"),
+    [
+        (relative_lengths, "how far its batch is padded"),
+        (centred, "how far its batch is padded"),
+        (masked_if_padded, "how far its batch is padded"),
+        (of_one_length(lambda b: {**b, "number": len(b["x"])}), "what the collate function computes"),
+        (
+            of_one_length(lambda b: {**b, "number": torch.tensor(len(b["x"]), device="cpu")}),
+            "what the collate function computes",
+        ),
+        (of_one_length(lambda b: {**b, "x": b["x"] - b["x"].mean(0)}), "what the collate function computes"),
+        (of_one_length(lambda b: {**b, "x": b["x"] / b["x"].max()}), "what the collate function computes"),
+        (of_one_length(lambda b: {**b, "place": torch.arange(len(b["x"]), device="cpu")}), None),
+        (
+            of_one_length(lambda b: {**b, "x": b["x"] * torch.rand(1, device="cpu")}),
+            None,
+        ),  # refused elsewhere
+    ],
+    ids=["lengths", "centred", "mask", "number", "0-d tensor", "mean", "largest", "places", "drawn"],
+)
+def test_a_row_that_depends_on_what_its_batch_is_collated_from_is_named(collate, cause, recwarn):
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.rand(2 + i % 3, generator=generator) + 1, torch.rand(1, generator=generator)[0])
+        for i in range(8)
+    ]
+
+    def output(call: Any, batch: Any) -> Tensor:
+        return call(batch["x"][..., None]).sum(2).mean(1) * batch["y"] / batch["number"]
+
+    torch.manual_seed(0)
+    made = Attributor(nn.Linear(1, 3), output, None, collate=collate, batch_size=4, progress=False)
+    made.featurize(data)
+
+    messages = [str(one.message) for one in recwarn if "in its batch" in str(one.message)]
+    assert len(messages) == (cause is not None)
+    assert all(f"alone: it depends on {cause}" in message for message in messages)
+
+
 class Windows(nn.Module):
     """The largest of the sums of three neighbours, of which a shorter text has none."""
 

@@ -254,6 +254,33 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     return bool(same.all())
 
 
+def is_same_batch(one: Batch, other: Batch) -> bool:
+    """Whether two batches hold the same values, beside tensors too; ``False`` if that cannot be known."""
+    values, others = _values(one), _values(other)
+    return len(values) == len(others) and all(map(_is_same, values, others))
+
+
+def _values(batch: Batch) -> list[Any]:
+    found: list[Any] = []
+
+    def note(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    map_tensors(note, batch, note)
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return is_equal(one, other)
+    try:
+        return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+    except Exception as error:  # a list of arrays
+        refuse_machine_failure(error)
+        return False
+
+
 def batch_size(batch: Batch) -> int:
     """Return B, the common number of samples of all tensors in the batch."""
     leaves, _ = flatten_batch(batch)

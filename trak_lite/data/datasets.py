@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import hashlib
 import logging
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -344,9 +343,7 @@ class _Samples(Dataset[Any]):
     def _collated(self, samples: list[Any] | None, seed: int = 0) -> Batch | None:
         """Return the batch of copies of some samples, if the collate function makes one."""
         try:
-            with undisturbed():  # collate functions may draw masks
-                for seeded in (random.seed, np.random.seed, torch.default_generator.manual_seed):
-                    seeded(seed)
+            with undisturbed(seed):  # collate functions may draw masks
                 return None if samples is None else self._collate(copy.deepcopy(samples))
         except Exception as error:  # a user's function, which need not take so few samples
             refuse_machine_failure(error)

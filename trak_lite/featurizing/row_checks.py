@@ -32,7 +32,7 @@ from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
 from trak_lite.gradient_computers.randomness import refuse_changed_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.models._adapters import parameter_versions
+from trak_lite.models._adapters import changed_parameters, parameter_versions
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.store import AbstractRowTable, Column
 from trak_lite.types import Batch, OutputTerms
@@ -75,10 +75,7 @@ def naming_rows(
     versions = {} if is_sharded(model) else parameter_versions(model)
     try:
         yield
-        now = parameter_versions(model) if versions else {}
-        refuse_changed_parameters(
-            model, {name for name, version in versions.items() if now.get(name, version) != version}
-        )
+        refuse_changed_parameters(model, changed_parameters(model, versions))
     except InvalidInputError:
         _refuse_the_row(model, task, batch, rows, what)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from trak_lite._devices import HostCopy, float32_products, one_behind, undisturbed
 from trak_lite._eval_caches import passes_undone
-from trak_lite.data.batches import batch_size, flatten_batch, move_batch, pads, rows_in_batches, take_rows
+from trak_lite.data.batches import (
+    batch_size,
+    flatten_batch,
+    is_same_batch,
+    move_batch,
+    rows_in_batches,
+    take_rows,
+)
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
     BusyError,
@@ -63,6 +71,11 @@ logger = logging.getLogger(__name__)
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _PADDED = "Leave the padding out of f (a mask), pad all samples to one length, or use batch_size=1."
+_PADDING = f"how far its batch is padded, and so do all rows. {_PADDED}"
+_OTHERS = (
+    "what the collate function computes from a whole batch (a number of samples or tokens, a mean, a largest value), "
+    "and so do all rows. Compute it from each sample, or use batch_size=1."
+)
 _ZERO = (
     "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
     "merged or disabled, at unused parts of the model, and at parameters that are frozen or left out (grad_wrt)."
@@ -237,47 +250,52 @@ class RowPass:
                 found.computer.confirm(complete)
 
     def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> bool:
-        """Warn if f of a padded sample of a batch is another one where the sample is collated on its own.
+        """Warn if f of a sample of a batch is another one where the sample is collated on its own.
 
-        The most padded one of up to eight samples is taken. Return whether one of them is padded.
+        Of up to eight samples whose entries then differ, the shortest one is taken, which is padded most. Return
+        whether one of them is padded, or a warning was given.
         """
         computer = found.computer
-        padded: dict[int, Batch] = {}
+        is_padded, apart = False, dict[int, tuple[int, Batch]]()
+
+        def collated(place: int, seed: int) -> Batch:
+            with undisturbed(seed):  # collate functions may draw masks
+                [(_, batch)] = self.rows.batches([wanted[place : place + 1]])
+            return move_batch(batch, self.device)
+
         try:
             for place in spread_rows(len(wanted), _NUM_COLLATED).tolist():
-                with undisturbed():  # collate functions may draw masks
-                    [(_, alone)] = self.rows.batches([wanted[place : place + 1]])
-                alone = move_batch(alone, self.device)
-                pairs = zip(flatten_batch(found.batch)[0], flatten_batch(alone)[0], strict=True)
-                are_padded = [pads(one[place : place + 1], other) for one, other in pairs]
-                if None not in are_padded and any(are_padded):  # not another sample (a mask is drawn anew)
-                    padded[place] = alone
-            if not padded:
+                alone, beside = collated(place, 0), take_rows(found.batch, [place])
+                if is_same_batch(alone, beside) or not is_same_batch(alone, collated(place, 1)):
+                    continue  # what is drawn anew is another sample
+                sizes, others = ([leaf.shape for leaf in flatten_batch(one)[0]] for one in (alone, beside))
+                is_padded |= sizes != others
+                apart[place] = sum(map(math.prod, sizes)), alone
+            if not apart:
                 return False
-            place = min(
-                padded, key=lambda place: sum(leaf.numel() for leaf in flatten_batch(padded[place])[0])
-            )
+            place = min(apart, key=lambda place: apart[place][0])
             with (
                 torch.enable_grad(),
                 passes_undone(computer.model),
                 float32_products(self.device, computer.float32_products),
             ):
                 call = ModelCall(computer.model)
-                output = computer.modelout_fn.evaluate(call, padded[place]).output.detach()
+                output = computer.modelout_fn.evaluate(call, apart[place][1]).output.detach()
         except Exception as error:  # a sample may be too short for the model, if it is not padded
             refuse_machine_failure(error)
             logger.debug("%s: the padding is not looked at: %s", self.rows.what, error)
-            return bool(padded)
+            return is_padded
         in_batch = float(found.terms.output[place])
         difference = abs(float(output) - in_batch)
         if difference > rounding_of(computer.model, self.device) * float(found.terms.output.abs().max()):
             warnings.warn(
                 f"f of row {wanted[place]} of {self.rows.what} is {in_batch:.5g} in its batch and {float(output):.5g} "
-                f"alone: it depends on how far its batch is padded, and so do all rows. {_PADDED}",
+                f"alone: it depends on {_PADDING if is_padded else _OTHERS}",
                 UserWarning,
                 stacklevel=2,
             )
-        return True
+            return True
+        return is_padded
 
 
 @final

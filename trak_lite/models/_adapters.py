@@ -8,11 +8,11 @@ PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trak_lite._validate import parse_json
 from trak_lite.errors import CheckpointError
@@ -40,12 +40,33 @@ def adapter_parameters(model: nn.Module) -> set[str]:
 
 def parameter_versions(model: nn.Module) -> dict[str, int]:
     """Return the versions by name of the parameters that no pass may change."""
-    modules: Iterator[Any] = model.modules()
-    # LoRA on target_parameters sets each of them to itself in every pass, which counts as a change.
+    modules: list[Any] = list(model.modules())
+    # Written in every pass without a change: LoRA on target_parameters sets each of them to itself, and an embedding
+    # scales the rows whose norm is above its limit.
     wrapper = "<class 'peft.tuners.lora.layer.ParamWrapper'>"
     same = {id(module.get_param()) for module in modules if str(type(module)) == wrapper}
+    same |= {
+        id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and _is_limited(m)
+    }
     named = [(name, p) for name, p in model.named_parameters() if id(p) not in same]
-    return {name: 0 if p.is_inference() else p._version for name, p in named}
+    return {name: _version(p) for name, p in named}
+
+
+def changed_parameters(model: nn.Module, versions: Mapping[str, int]) -> set[str]:
+    """Return the names of the parameters that were written to since :func:`parameter_versions`."""
+    now = dict(model.named_parameters())
+    return {name for name, version in versions.items() if _version(now[name]) != version}
+
+
+def _version(parameter: Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def _is_limited(table: nn.Embedding | nn.EmbeddingBag) -> bool:
+    """Whether a limit is set that the norms of all rows keep."""
+    if table.max_norm is None:
+        return False
+    return bool((table.weight.detach().norm(table.norm_type, dim=1) <= table.max_norm).all())
 
 
 def named_adapters(folder: Path) -> list[Path]:
