@@ -1,7 +1,5 @@
 """Small whole models, each with the trait of a family that per-sample gradients have to get right."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +18,18 @@ from trak_lite.types import GradientBlock
 
 Output = Callable[[ModelCall, Any], Tensor]
 Build = Callable[[], nn.Module]
-Forward = Callable[..., Tensor]
 
 
 class Model(nn.Module):
     """Modules, parameters and what else is held, and the forward pass that uses them."""
 
-    def __init__(self, function: Forward, **held: Any) -> None:
+    def __init__(self, function, **held):
         super().__init__()
         for name, value in held.items():
             setattr(self, name, value)
         self.function = function
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs, **named):
         return self.function(self, *inputs, **named)
 
 
@@ -43,38 +40,38 @@ class Case:
     output: Output
 
 
-def log_prob(logits: Tensor, labels: Tensor) -> Tensor:
+def log_prob(logits, labels):
     """Log-probability of the label, ``(B,)``; over positions, their sum."""
     picked = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return picked.flatten(1).sum(1) if picked.dim() > 1 else picked
 
 
-def classify(call: ModelCall, batch: Any) -> Tensor:
+def classify(call, batch):
     return log_prob(call(batch[0]), batch[1])
 
 
-def wavy(call: Callable[..., Any], batch: Any) -> Tensor:
+def wavy(call, batch):
     """A number per sample, ``(B,)``, to which every entry of the (first) result contributes differently."""
     out = call(*batch)
     out = (out[0] if isinstance(out, tuple) else out).flatten(1)
     return (out * torch.cos(3 * out + torch.arange(out.shape[1]))).sum(1)
 
 
-def images(channels: int, size: int) -> Callable[[int], Any]:
+def images(channels, size):
     return lambda count: (torch.randn(count, channels, size, size), torch.randint(3, (count,)))
 
 
-def tokens(length: int) -> Callable[[int], Any]:
+def tokens(length):
     """Return what draws ids of words, whose labels are the next ones."""
 
-    def batch(count: int) -> Any:
+    def batch(count):
         ids = torch.randint(11, (count, length))
         return ids, ids.roll(-1, 1)
 
     return batch
 
 
-def small_cnn() -> nn.Module:
+def small_cnn():
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1),
         nn.ReLU(inplace=True),
@@ -89,7 +86,7 @@ def small_cnn() -> nn.Module:
 class VisionTransformer(nn.Module):
     """Class token, positional embedding and layer scale are bare parameters; blocks are torch's own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.patch = nn.Conv2d(3, 8, 4, stride=4)
         self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
@@ -100,7 +97,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.patch(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
         x = x + self.scale * self.encoder(x)
@@ -110,13 +107,13 @@ class VisionTransformer(nn.Module):
 class Conv1D(nn.Module):
     """Hugging Face's linear layer with a transposed weight."""
 
-    def __init__(self, nf: int, nx: int) -> None:
+    def __init__(self, nf, nx):
         super().__init__()
         self.nf = nf
         self.weight = nn.Parameter(torch.randn(nx, nf) * 0.2)
         self.bias = nn.Parameter(torch.randn(nf))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
         return flat.view(*x.size()[:-1], self.nf)
 
@@ -124,7 +121,7 @@ class Conv1D(nn.Module):
 class GPT(nn.Module):
     """Positions embedded without a batch, Conv1D projections, scaled-dot-product attention, tied head."""
 
-    def __init__(self, tied_call: bool = False, recompute: bool = False) -> None:
+    def __init__(self, tied_call=False, recompute=False):
         super().__init__()
         self.wte = nn.Embedding(11, 8)
         self.wpe = nn.Embedding(6, 8)
@@ -135,13 +132,13 @@ class GPT(nn.Module):
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.wte.weight
 
-    def block(self, x: Tensor) -> Tensor:
+    def block(self, x):
         q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.attention(self.ln(x)).split(8, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.ln(x))))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1]))
         x = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
         x = self.ln_f(x)
@@ -151,17 +148,17 @@ class GPT(nn.Module):
 class DenseMixture(nn.Module):
     """Experts that see every token of a flattened batch, weighted by a router."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.router = nn.Embedding(11, 6), nn.Linear(6, 3)
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.head = nn.Linear(6, 11)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         return self.head(x + self.mixed(x.reshape(-1, 6)).view_as(x))
 
-    def mixed(self, flat: Tensor) -> Tensor:
+    def mixed(self, flat):
         share = self.router(flat).softmax(-1)
         return sum(share[:, i : i + 1] * expert(flat) for i, expert in enumerate(self.experts))
 
@@ -169,7 +166,7 @@ class DenseMixture(nn.Module):
 class RoutedMixture(DenseMixture):
     """Experts that see only the tokens that were routed to them."""
 
-    def mixed(self, flat: Tensor) -> Tensor:
+    def mixed(self, flat):
         best, chosen = self.router(flat).softmax(-1).max(-1)
         mixed = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
@@ -178,12 +175,12 @@ class RoutedMixture(DenseMixture):
         return mixed
 
 
-def tagger(forward: Forward) -> nn.Module:
+def tagger(forward):
     lstm = nn.LSTM(5, 4, num_layers=2, bidirectional=True, batch_first=True)
     return Model(forward, embed=nn.Embedding(11, 5, padding_idx=0), lstm=lstm, head=nn.Linear(8, 11))
 
 
-def recomputed_tags(s: Any, ids: Tensor) -> Tensor:
+def recomputed_tags(s, ids):
     """The recurrent layer runs a second time in the backward pass."""
     return checkpoint(lambda x: s.head(s.lstm(x)[0]), s.embed(ids), use_reentrant=False)
 
@@ -191,19 +188,19 @@ def recomputed_tags(s: Any, ids: Tensor) -> Tensor:
 class Recommender(nn.Module):
     """DLRM: bags of categories, dense features and their dot products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bags = nn.ModuleList(nn.EmbeddingBag(7, 4, mode=mode) for mode in ("sum", "mean", "max"))
         self.bottom, self.top = nn.Linear(5, 4), nn.Linear(10, 1)
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch):
         parts = [self.bottom(batch["dense"]), *(bag(batch["ids"]) for bag in self.bags)]
         z = torch.stack(parts, 1)
         dots = (z @ z.transpose(1, 2))[:, *torch.tril_indices(4, 4, -1)]
         return self.top(torch.cat([parts[0], dots], 1)).squeeze(1)
 
 
-def low_rank() -> nn.Module:
+def low_rank():
     """LoRA: a frozen matrix, and an update that is merged into it in every forward pass."""
     return Model(
         lambda s, x: s.normed(F.linear(x, s.weight + math.sqrt(2) * s.b @ s.a)),
@@ -217,7 +214,7 @@ def low_rank() -> nn.Module:
 class OddUses(nn.Module):
     """Parameters where no layer rule would look for them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 5)
         self.table = nn.Parameter(torch.randn(2, 3, 4))
@@ -227,7 +224,7 @@ class OddUses(nn.Module):
         self.bilinear = nn.Bilinear(5, 5, 3)
         self.prelu = nn.PReLU(5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         steps = torch.zeros(len(x), 3, 4, dtype=x.dtype)
         steps[:, 0] = self.start
         steps[:, 1:] = x.unsqueeze(1)
@@ -242,12 +239,12 @@ class Hidden(torch.autograd.Function):
     """``2 x w``, hidden from everything but autograd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return 2 * x * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return 2 * grad * weight, (2 * grad * x).flatten(0, -2).sum(0)
 
@@ -255,26 +252,26 @@ class Hidden(torch.autograd.Function):
 class Opaque(nn.Module):
     """A layer that hooks cannot see into; see :func:`ruled`."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width=4):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return Hidden.apply(x, self.weight)
 
 
-def ruled(rule: Callable[[Tensor, Tensor], Any], base: type[nn.Module] = Opaque) -> type[nn.Module]:
+def ruled(rule, base=Opaque):
     """Return a new class of layers with a rule of the input and the gradient of the result."""
 
     class Ruled(base):  # type: ignore[misc, valid-type]
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x)
 
     register_gradient_rule(Ruled)(lambda module, args, kwargs, grad: rule(args[0], grad))
     return Ruled
 
 
-CASES: dict[str, Case] = {
+CASES = {
     "small CNN": Case(small_cnn, images(1, 8), classify),
     "ViT": Case(VisionTransformer, images(3, 8), classify),
     "GPT-2": Case(GPT, tokens(6), classify),
@@ -283,24 +280,21 @@ CASES: dict[str, Case] = {
     "mixture of experts, dense": Case(DenseMixture, tokens(4), classify),
     "LSTM tagger": Case(lambda: tagger(lambda s, ids: s.head(s.lstm(s.embed(ids))[0])), tokens(5), classify),
     "LSTM tagger with checkpointing": Case(lambda: tagger(recomputed_tags), tokens(5), classify),
-    "DLRM": Case(
-        Recommender,
-        lambda n: {"dense": torch.randn(n, 5), "ids": torch.randint(7, (n, 4))},
-        lambda call, batch: torch.sin(call(batch)),
-    ),
+    "DLRM": Case(Recommender, lambda n: {"dense": torch.randn(n, 5), "ids": torch.randint(7, (n, 4))},
+                 lambda call, batch: torch.sin(call(batch))),
     "LoRA and weight norm": Case(low_rank, lambda n: (torch.randn(n, 3, 6),), wavy),
     "parameters in odd places": Case(OddUses, lambda n: (torch.randn(n, 4),), wavy),
-}
+}  # fmt: skip
 
 
-def make(case: Case, count: int = 4, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
+def make(case, count=4, dtype=torch.float64):
     """Return the model in eval mode and a batch, both drawn from seed 0."""
     torch.manual_seed(0)
     model = case.build().to(dtype).eval()
     return model, cast(case.batch(count), dtype)
 
 
-def cast(batch: Any, dtype: torch.dtype) -> Any:
+def cast(batch, dtype):
     if isinstance(batch, dict):
         return {name: cast(value, dtype) for name, value in batch.items()}
     if isinstance(batch, tuple):
@@ -308,9 +302,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
     return batch.to(dtype) if batch.is_floating_point() else batch
 
 
-def by_loop(
-    model: nn.Module, output: Output, batch: Any, names: list[str] | None = None
-) -> dict[str, Tensor]:
+def by_loop(model, output, batch, names=None):
     """Per-sample gradients by one forward and one backward pass per sample, by parameter name."""
     kept = {n: p for n, p in model.named_parameters() if (p.requires_grad if names is None else n in names)}
     flags = {p: p.requires_grad for p in model.parameters()}
@@ -320,13 +312,10 @@ def by_loop(
     for one in reference.samples_of(batch):
         value = output(ModelCall(model), one).sum()
         value = value if value.requires_grad else value + torch.zeros((), requires_grad=True)
-        rows.append(torch.autograd.grad(value, list(kept.values()), allow_unused=True))
+        rows.append(torch.autograd.grad(value, list(kept.values()), materialize_grads=True))
     for p, flag in flags.items():
         p.requires_grad_(flag)
-    return {
-        name: torch.stack([torch.zeros_like(p) if row[k] is None else row[k] for row in rows])
-        for k, (name, p) in enumerate(kept.items())
-    }
+    return {name: torch.stack(column) for name, *column in zip(kept, *rows, strict=True)}
 
 
 class Tagged(Tensor):
@@ -336,48 +325,35 @@ class Tagged(Tensor):
 class Net(Model):
     """Layers and bare parameters, and whatever a case does with them."""
 
-    def __init__(self, function: Forward) -> None:
+    def __init__(self, function):
         super().__init__(function, a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3))
         self.norm, self.embed = nn.LayerNorm(4), nn.Embedding(9, 4)
         self.p, self.row = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 4))
         self.experts, self.slope = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.tensor(0.3))
 
 
-def hooked(
-    forward: Callable[..., Any], *, output: Output = wavy, **settings: Any
-) -> tuple[Any, HookGradientComputer]:
+def hooked(forward, *, output=wavy, **settings):
     """A :class:`Net` with this forward pass, drawn from seed 0, in float64 and eval mode, and its hook computer."""
     torch.manual_seed(0)
     model = Net(forward).double().eval()
     return model, HookGradientComputer(model, resolve_task(output), **settings)
 
 
-def rows(count: int, *shape: int, seed: int = 1) -> Tensor:
+def rows(count, *shape, seed=1):
     """Inputs ``(count, *shape, 4)`` of a :class:`Net`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, *shape, 4, generator=generator, dtype=torch.float64)
 
 
-def assert_same(
-    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-10, atol: float = 1e-11
-) -> None:
+def assert_same(found, expected, rtol=1e-10, atol=1e-11):
     """Compare names, order and rows of gradients."""
     assert list(found) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        said = lambda message, name=name: f"{name}: {message}"  # noqa: E731
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=said)
 
 
-def assert_exact(
-    model: nn.Module,
-    batch: Any,
-    output: Output = wavy,
-    *,
-    computer: HookGradientComputer | None = None,
-    names: list[str] | None = None,
-    **settings: Any,
-) -> HookGradientComputer:
+def assert_exact(model, batch, output=wavy, *, computer=None, names=None, **settings):
     """Compare the rows of a hook computer with one backward pass per sample; return the computer."""
     computer = computer or HookGradientComputer(model, resolve_task(output), **settings)
     assert_same(collect_gradients(computer, batch), by_loop(model, output, batch, names))
@@ -396,17 +372,10 @@ class Exact:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def net(
-    forward: Forward,
-    *batches: Any,
-    why: Mapping[str, str] | None = None,
-    output: Output = wavy,
-    unchecked: bool = False,
-    **held: Any,
-) -> Exact:
+def net(forward, *batches, why=None, output=wavy, unchecked=False, **held):
     """A :class:`Net` with this forward pass, and what ``held`` makes."""
 
-    def build() -> nn.Module:
+    def build():
         model = Net(forward)
         for name, one in held.items():
             setattr(model, name, one())
@@ -417,12 +386,11 @@ def net(
     return Exact(build, inputs, output, why or {}, settings)
 
 
-def assert_exact_in_every_batch(case: Exact) -> None:
+def assert_exact_in_every_batch(case):
     """In the first pass, in which the model is examined, and in later ones."""
     torch.manual_seed(0)
     model = case.build().double().eval()
     computer = HookGradientComputer(model, resolve_task(case.output), **case.settings)
-
     *batches, last = [cast(batch() if callable(batch) else batch, torch.float64) for batch in case.batches]
     for batch in batches:
         assert_exact(model, copy.deepcopy(batch), case.output, computer=computer)
@@ -432,7 +400,7 @@ def assert_exact_in_every_batch(case: Exact) -> None:
         assert new.explain(last)[name].why.startswith(why)
 
 
-def assert_steady(computer: Any, batch: Any, expected: dict[str, Tensor]) -> None:
+def assert_steady(computer, batch, expected):
     """A pass gives each row of each parameter once, and the next one the same bits in the same order."""
     first, later = list[GradientBlock](), list[GradientBlock]()
     for found in (first, later):

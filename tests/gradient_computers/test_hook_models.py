@@ -1,21 +1,14 @@
 """Models by the hook computer, batch after batch, against one forward and backward pass per sample in float64."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import (
     CASES,
-    Case,
     Exact,
-    Forward,
-    Net,
     Tagged,
     assert_exact_in_every_batch,
     assert_same,
@@ -31,39 +24,31 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers import (
-    HookGradientComputer,
-    choose_gradient_computer,
-    collect_gradients,
-)
+from trak_lite.gradient_computers import HookGradientComputer, choose_gradient_computer, collect_gradients
 from trak_lite.modelout_functions import resolve_task
 
 
 @pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_computer_that_is_chosen_for_a_whole_model_is_exact(case: Case, count: int) -> None:
+def test_the_computer_that_is_chosen_for_a_whole_model_is_exact(case, count):
     model, batch = make(case, count)
     name, reason, computer = choose_gradient_computer(model, resolve_task(case.output), batch)
     assert (name, reason) == ("hook", "every kept parameter is covered")
     expected = by_loop(model, case.output, batch)
     scale = max(float(value.abs().max()) for value in expected.values())
-
     assert_same(collect_gradients(computer, batch), expected, atol=1e-12 * max(scale, 1))
-
     assert_steady(computer, batch, expected)
 
 
-def parameter(*shape: int) -> Callable[[], nn.Parameter]:
+def parameter(*shape):
     return lambda: nn.Parameter(torch.randn(shape))
 
 
-# What Python does between layers
-
-
-def residual(product: Forward) -> Forward:
+# ---- What Python does between layers
+def residual(product):
     """Add to a result in place: writing into a view replaces its history, and the hooks with it."""
 
-    def forward(s: Net, x: Tensor) -> Tensor:
+    def forward(s, x):
         x = torch.tanh(s.a(x))
         y = product(s, x)
         y += x
@@ -72,10 +57,10 @@ def residual(product: Forward) -> Forward:
     return forward
 
 
-def recomputed(s: Net, x: Tensor) -> Tensor:
+def recomputed(s, x):
     """The checkpointed parts run again in the backward pass, and keep nothing to carry a gradient back with."""
 
-    def part(x: Tensor) -> Tensor:
+    def part(x):
         x = x * s.p.exp() + s.embed(torch.arange(4)).cos() + s.slope.sin()
         weight = s.a.weight * (s.norm.weight / s.a.weight.norm(dim=1))[:, None]
         return F.linear(x @ (s.b.weight.tanh() @ s.b.weight), weight, s.a.bias).tanh()
@@ -85,7 +70,7 @@ def recomputed(s: Net, x: Tensor) -> Tensor:
     return s.c(checkpoint(nested, x, use_reentrant=False))
 
 
-def requiring(s: Net, x: Tensor) -> Tensor:
+def requiring(s, x):
     x.requires_grad_()
     return s.b(s.norm(x.sin())) + s.a(x).sum(1, keepdim=True)
 
@@ -93,16 +78,11 @@ def requiring(s: Net, x: Tensor) -> Tensor:
 class Negated(torch.autograd.Function):
     """Changes its incoming gradient in place, which autograd forbids and does not notice."""
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return -value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.neg_()
+    forward = staticmethod(lambda ctx, value: -value)
+    backward = staticmethod(lambda ctx, grad: grad.neg_())
 
 
-def slope_inside(s: Net, x: Tensor) -> Tensor:
+def slope_inside(s, x):
     """A gradient that depends on no parameter is taken inside f."""
     hidden = s.norm(s.a(x))
     if hidden.requires_grad:
@@ -111,17 +91,17 @@ def slope_inside(s: Net, x: Tensor) -> Tensor:
     return s.b(hidden)
 
 
-def write_by_name(s: Net, x: Tensor) -> Tensor:
+def write_by_name(s, x):
     row = torch.arange(len(x))
     return s.a(x).index_put(indices=(row, torch.zeros_like(row)), values=torch.zeros(len(x), dtype=x.dtype))
 
 
-def change_sparse(s: Net, x: Tensor) -> Tensor:
+def change_sparse(s, x):
     doubled = torch.eye(4, dtype=x.dtype).to_sparse().mul_(2.0)
     return s.a(torch.sparse.mm(doubled, x.T).T)
 
 
-def doubled_gradient(s: Net, x: Tensor) -> Tensor:
+def doubled_gradient(s, x):
     """Small gradients are collected by autograd, large ones by hooks; a hook of the model changes them."""
     hidden = s.norm(s.a(x))
     if hidden.requires_grad:
@@ -129,10 +109,8 @@ def doubled_gradient(s: Net, x: Tensor) -> Tensor:
     return (s.b(hidden.relu()) * s.p).square().mean((1, 2))[:, None]
 
 
-EXACT: dict[str, Exact] = {
-    "positions without a batch, as many as samples": net(
-        lambda s, x: x * s.embed(torch.arange(4)), rows(4, 4)
-    ),
+EXACT = {
+    "positions without a batch, as many as samples": net(lambda s, x: x * s.embed(torch.arange(4)), rows(4, 4)),
     "a weight that is made of a parameter": net(
         lambda s, x: F.linear(x, s.a.weight / s.a.weight.norm(dim=1, keepdim=True), s.a.bias), rows(4)
     ),
@@ -144,30 +122,20 @@ EXACT: dict[str, Exact] = {
     "added to a transposed layer": net(residual(lambda s, x: s.a(x).mT), rows(3, 4)),
     "added to an einsum": net(residual(lambda s, x: torch.einsum("btd,de->bet", x, s.a.weight)), rows(3, 4)),
     "added to a tensordot": net(residual(lambda s, x: torch.tensordot(x, s.a.weight, 1)), rows(3, 4)),
-    "an order within each sample": net(
-        lambda s, x: s.c(x.topk(4, dim=1).values.sort(1)[0]), rows(4).repeat(1, 2)
-    ),
+    "an order within each sample": net(lambda s, x: s.c(x.topk(4, dim=1).values.sort(1)[0]), rows(4).repeat(1, 2)),
     "values of parameters alone in a checkpoint": net(recomputed, rows(5, 4)),
     "an input that requires grad": net(requiring, rows(3)),
-    "complex factors": net(
-        lambda s, x: torch.fft.ifft(torch.fft.fft(s.a(x)) * torch.fft.fft(s.norm.weight)).real, rows(3)
-    ),
+    "complex factors": net(lambda s, x: torch.fft.ifft(torch.fft.fft(s.a(x)) * torch.fft.fft(s.norm.weight)).real,
+                           rows(3)),
     "parameters in a list": net(lambda s, x: s.a(x) @ torch.stack([s.norm.weight, s.norm.bias]).t(), rows(3)),
-    "a tensor subclass": net(
-        lambda s, x: s.b(s.norm(s.a(x).as_subclass(Tagged))).as_subclass(Tensor), rows(3)
-    ),
-    "a backward pass that changes gradients": net(
-        lambda s, x: s.b(Negated.apply(s.a(x)) + s.norm.weight), rows(3)
-    ),
+    "a tensor subclass": net(lambda s, x: s.b(s.norm(s.a(x).as_subclass(Tagged))).as_subclass(Tensor), rows(3)),
+    "a backward pass that changes gradients": net(lambda s, x: s.b(Negated.apply(s.a(x)) + s.norm.weight), rows(3)),
     "torch.as_tensor": net(lambda s, x: s.b(x * torch.as_tensor(s.norm.weight)), rows(3)),
     "another parameter": net(lambda s, x: s.b(x * nn.Parameter(s.norm.weight)), rows(3)),
-    "the class of a parameter": net(
-        lambda s, x: s.b(x * 2 if type(s.b.weight) is nn.Parameter else s.a(x)), rows(3)
-    ),
+    "the class of a parameter": net(lambda s, x: s.b(x * 2 if type(s.b.weight) is nn.Parameter else s.a(x)), rows(3)),
     "a gradient inside f": net(slope_inside, rows(3), unchecked=True),
-    "a compiled part": net(
-        lambda s, x: s.c(s.up(x).tanh()), rows(3), up=lambda: torch.compile(nn.Linear(4, 4), backend="eager")
-    ),
+    "a compiled part": net(lambda s, x: s.c(s.up(x).tanh()), rows(3),
+                           up=lambda: torch.compile(nn.Linear(4, 4), backend="eager")),
     "writes by name": net(write_by_name, rows(3)),
     "writes into a sparse tensor": net(change_sparse, rows(3)),
     "a hook that changes a small gradient": net(doubled_gradient, rows(3, 3)),
@@ -177,16 +145,14 @@ EXACT: dict[str, Exact] = {
         rows(5, 3),
         why={"p": "choice"},
     ),
-}
+}  # fmt: skip
 
 
-# Operations with a rule of their own
-
-
-def attended(scale: float | None, empty: bool) -> Forward:
+# ---- Operations with a rule of their own
+def attended(scale, empty):
     """Attention with a bias made of a parameter, of which one row may hide every key."""
 
-    def forward(s: Any, x: Tensor) -> Tensor:
+    def forward(s, x):
         q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in x.repeat(1, 1, 3).chunk(3, -1))
         bias = s.bias * 1.0
         if empty:
@@ -210,8 +176,8 @@ EXACT |= {
 }
 
 
-def einstein(equation: str) -> Forward:
-    def forward(s: Any, x: Tensor) -> Tensor:
+def einstein(equation):
+    def forward(s, x):
         if equation.startswith("tb"):
             return torch.einsum(equation, x.transpose(0, 1), s.weight).transpose(0, 1)
         return torch.einsum(equation, *((s.weight, x) if equation.startswith("oh") else (x, s.weight)))
@@ -236,7 +202,7 @@ EXACT |= {
     ]
 }
 
-NAMED: dict[str, Forward] = {
+NAMED = {
     "a factor of add": lambda s, x: torch.add(x @ s.a.weight, 2, s.p),
     "a factor of add in place": lambda s, x: (x @ s.a.weight).clone().add_(2, s.p),
     "a factor of sub in place": lambda s, x: (x @ s.a.weight).clone().sub_(3, s.p),
@@ -251,7 +217,7 @@ NAMED: dict[str, Forward] = {
 EXACT |= {name: net(forward, rows(3)) for name, forward in NAMED.items()}
 
 
-def images(*shape: int) -> Callable[[], tuple[Tensor]]:
+def images(*shape):
     return lambda: (0.1 * torch.randn(shape),)
 
 
@@ -268,26 +234,24 @@ EXACT |= {
 }
 
 
-# Rows that are in place in some batches only: integers, values or lengths move them
-
-
-def sorted_whole(s: Net, x: Tensor) -> Tensor:
+# ---- Rows that are in place in some batches only: integers, values or lengths move them
+def sorted_whole(s, x):
     order = x.flatten(1).sum(1).argsort()
     hidden = torch.tanh(s.norm(s.a(x[order]))) + 0.1
     return s.b(hidden[order.argsort()]) * s.p
 
 
-def sorted_without_rule(use: Forward) -> Forward:
+def sorted_without_rule(use):
     """Sorted rows go through an operation whose rule does not apply: rows in place have their tags still."""
 
-    def forward(s: Net, x: Tensor) -> Tensor:
+    def forward(s, x):
         order = x.sum(1).argsort()
         return s.c(torch.tanh(use(s, x[order]))[order.argsort()])
 
     return forward
 
 
-SORTED: dict[str, tuple[Forward, tuple[int, ...]]] = {
+SORTED = {
     "rows": (sorted_whole, (6,)),
     "positions": (sorted_whole, (6, 3)),
     "two passes": (sorted_whole, (70,)),
@@ -303,22 +267,22 @@ for name, (forward, shape) in SORTED.items():
     EXACT[f"sorted: {name}"] = net(forward, *batches, unchecked=True)
 
 
-def places(expert: Tensor) -> tuple[Tensor, Tensor]:
+def places(expert):
     """The place of each sample among those of its expert, and the experts one-hot."""
     hot = F.one_hot(expert, 3)
     return ((hot.cumsum(0) - 1) * hot).sum(1), hot
 
 
-def ranks(keys: Tensor) -> Tensor:
+def ranks(keys):
     i = torch.arange(len(keys))
     before = (keys[:, None] == keys) & (i[:, None] > i)
     return ((keys[:, None] > keys) | before).sum(1)
 
 
-def dispatched(write: Forward) -> Forward:
+def dispatched(write):
     """Switch-style: an expert's rows are written into a buffer one after the other."""
 
-    def forward(s: Net, x: Tensor, expert: Tensor) -> Tensor:
+    def forward(s, x, expert):
         place, _ = places(expert)
         buffer = x.new_zeros(3, len(x), 4)
         write(buffer, expert, place, s.a(x))
@@ -327,7 +291,7 @@ def dispatched(write: Forward) -> Forward:
     return forward
 
 
-def dispatched_by_product(s: Net, x: Tensor, expert: Tensor) -> Tensor:
+def dispatched_by_product(s, x, expert):
     """By matrix products with zeros and ones."""
     place, hot = places(expert)
     where = (hot[:, :, None] * F.one_hot(place, len(x))[:, None, :]).to(x)
@@ -335,34 +299,34 @@ def dispatched_by_product(s: Net, x: Tensor, expert: Tensor) -> Tensor:
     return s.c(torch.einsum("bec,ecd->bd", where, torch.bmm(buffer, s.experts)).tanh())
 
 
-def ranked(there: Forward, back: Forward) -> Forward:
+def ranked(there, back):
     """Samples go to the places of their ranks, and come back from there."""
 
-    def forward(s: Net, x: Tensor, keys: Tensor) -> Tensor:
+    def forward(s, x, keys):
         rank = ranks(keys)
         return s.c(back(s.a(there(x, rank)).tanh(), rank))
 
     return forward
 
 
-def wide(rank: Tensor) -> Tensor:
+def wide(rank):
     return rank[:, None].expand(-1, 4)
 
 
-def inverse(rank: Tensor) -> Tensor:
+def inverse(rank):
     return torch.zeros_like(rank).scatter(0, rank, torch.arange(len(rank)))
 
 
-def flat(rank: Tensor) -> Tensor:
+def flat(rank):
     return rank[:, None] * 4 + torch.arange(4)
 
 
-def sorted_by_python(s: Net, x: Tensor, keys: Tensor) -> Tensor:
+def sorted_by_python(s, x, keys):
     order = sorted(range(len(x)), key=lambda i: keys[i].item())
     return s.c(s.a(x[order]).tanh()[[order.index(i) for i in range(len(x))]])
 
 
-def compacted(s: Net, x: Tensor, keys: Tensor) -> Tensor:
+def compacted(s, x, keys):
     """As many rows as ever, whatever the keys."""
     kept = keys != 1
     index = torch.nonzero_static(kept, size=len(x), fill_value=0)[:, 0]
@@ -371,7 +335,7 @@ def compacted(s: Net, x: Tensor, keys: Tensor) -> Tensor:
     return torch.zeros_like(flat).index_add(0, index, s.b(flat[index]).tanh() * real)
 
 
-MOVING: dict[str, Forward] = {
+MOVING = {
     "dispatched": dispatched(lambda to, expert, place, y: to.__setitem__((expert, place), y)),
     "dispatched by view": dispatched(
         lambda to, expert, place, y: to.view(-1, 4).__setitem__(expert * len(y) + place, y)
@@ -396,10 +360,10 @@ EXACT |= {
 }
 
 
-def beside(made: Forward) -> Forward:
+def beside(made):
     """Rows in the order of a value, each beside a row that is made for as many rows as there are."""
 
-    def forward(s: Net, x: Tensor) -> Tensor:
+    def forward(s, x):
         order = x[:, 0].argsort()
         joined = torch.cat([x[order], made(s, x)], 1).view(len(x), 2, 4)
         return s.a(joined).tanh().flatten(1)[order.argsort()]
@@ -407,7 +371,7 @@ def beside(made: Forward) -> Forward:
     return forward
 
 
-BESIDE: dict[str, Forward] = {
+BESIDE = {
     "expanded": lambda s, x: s.row.expand(len(x), -1),
     "multiplied": lambda s, x: torch.ones(len(x), 1, dtype=x.dtype) @ s.row,
     "looked up": lambda s, x: F.embedding(torch.zeros(len(x), dtype=torch.long), s.row),
@@ -415,22 +379,22 @@ BESIDE: dict[str, Forward] = {
 EXACT |= {f"beside a row that is {how}": net(beside(made), rows(7)) for how, made in BESIDE.items()}
 
 
-def mapped(s: Net, x: Tensor) -> Tensor:
+def mapped(s, x):
     return s.c(s.a(x).tanh())
 
 
-def in_order(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def in_order(s, x, lengths):
     order = lengths.argsort(descending=True)
     return mapped(s, x[order])[order.argsort()]
 
 
-def packed(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def packed(s, x, lengths):
     found = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     found = PackedSequence(mapped(s, found.data), *found[1:])
     return pad_packed_sequence(found, batch_first=True, total_length=5)[0]
 
 
-def sorted_to_pack(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def sorted_to_pack(s, x, lengths):
     """Sorted by hand, because a packed sequence wants falling lengths."""
     lengths, order = lengths.sort(descending=True)
     found = pack_padded_sequence(x[order], lengths, batch_first=True)
@@ -438,13 +402,13 @@ def sorted_to_pack(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
     return mapped(s, y)[order.argsort()]
 
 
-def masked(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def masked(s, x, lengths):
     mask = torch.arange(x.shape[1]) < lengths[:, None]
     return torch.zeros_like(x[..., :3]).masked_scatter(mask[..., None], mapped(s, x[mask]))
 
 
-def cut(pieces: Callable[[Tensor, Tensor], list[Tensor]]) -> Forward:
-    def forward(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def cut(pieces):
+    def forward(s, x, lengths):
         owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         rows = mapped(s, torch.cat(pieces(x, lengths)))
         return torch.zeros(len(lengths), 3, dtype=torch.float64).index_add(0, owner, rows)
@@ -452,7 +416,7 @@ def cut(pieces: Callable[[Tensor, Tensor], list[Tensor]]) -> Forward:
     return forward
 
 
-RAGGED: dict[str, Forward] = {
+RAGGED = {
     "sorted": in_order,
     "packed": packed,
     "sorted to pack": sorted_to_pack,
@@ -475,11 +439,11 @@ for name, forward in RAGGED.items():
 class Padded(nn.Module):
     """Attention that leaves its mask out if no sample of the batch is padded, as Hugging Face's models do."""
 
-    def __init__(self, exact: bool = True) -> None:
+    def __init__(self, exact=True):
         super().__init__()
         self.qkv, self.bias, self.exact = nn.Linear(4, 12), nn.Parameter(torch.randn(1, 2, 5, 5)), exact
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         bias, real = self.bias, x[..., 0] != 0
         if not bool(real.all()):
@@ -488,7 +452,7 @@ class Padded(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2)
 
 
-def padded(count: int, *places: int) -> tuple[Tensor]:
+def padded(count, *places):
     x = rows(count, 5, seed=count)
     for place in places:
         x[place, 3:, 0] = 0.0
@@ -506,10 +470,8 @@ EXACT |= {
 }
 
 
-# Recurrences that Python steps through, and texts of sentences
-
-
-def stepping(s: Net, x: Tensor) -> Tensor:
+# ---- Recurrences that Python steps through, and texts of sentences
+def stepping(s, x):
     """A cell's output is computed from the state that it returns beside it."""
     state, total = None, 0
     for step in x.unbind(1):
@@ -525,7 +487,7 @@ EXACT |= {
 }
 
 
-def stepped(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def stepped(s, x, lengths):
     """Steps through a packed sequence in both directions, as Opacus' DPLSTM; backward, samples are added later."""
     data, sizes, _, back = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     steps, outputs, last = data.split(sizes.tolist()), [], []
@@ -545,7 +507,7 @@ def stepped(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
     return torch.cat([s.c(padded[..., 4:]).flatten(1), padded.flatten(1), *last], 1)
 
 
-def sentences(s: Any, x: Tensor) -> Tensor:
+def sentences(s, x):
     """Parts of samples go through a recurrent layer as if they were samples, along either axis."""
     steps = s.first(x.flatten(0, 1))[0].transpose(0, 1)
     return s.second(steps)[0][-1].unflatten(0, x.shape[:2])
@@ -556,22 +518,18 @@ EXACT |= {
     "a packed sequence that is stepped through": net(
         stepped, *((rows(len(lengths), 5), torch.tensor(lengths)) for lengths in STEPS)
     ),
-    "sentences of a text": net(
-        sentences,
-        rows(4, 5, 3),
-        first=partial(nn.LSTM, 4, 4, batch_first=True),
-        second=partial(nn.GRU, 4, 2),
-    ),
-}
+    "sentences of a text": net(sentences, rows(4, 5, 3), first=partial(nn.LSTM, 4, 4, batch_first=True),
+                               second=partial(nn.GRU, 4, 2)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:This overload of:UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
-def test_rows_of_every_batch_equal_one_backward_pass_per_sample(case: Exact) -> None:
+def test_rows_of_every_batch_equal_one_backward_pass_per_sample(case):
     assert_exact_in_every_batch(case)
 
 
-def test_a_path_that_changes_the_gradients_of_other_samples_is_refused() -> None:
+def test_a_path_that_changes_the_gradients_of_other_samples_is_refused():
     torch.manual_seed(0)
     computer = HookGradientComputer(Padded(exact=False).double(), resolve_task(wavy))
     collect_gradients(computer, padded(4))

@@ -1,21 +1,15 @@
 """Rows whose sample no shape tells (routed experts, sorted and ragged samples): the gradient tells it, exactly."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    Build,
     Case,
     DenseMixture,
     Exact,
-    Forward,
     Model,
-    Net,
     RoutedMixture,
     assert_exact,
     assert_exact_in_every_batch,
@@ -28,7 +22,7 @@ from models import (
     tokens,
     wavy,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -37,30 +31,29 @@ from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.gradient_computers.hooks.owners import SampleCode, sketch
 from trak_lite.modelout_functions import ModelCall, resolve_task
 
-# Mixtures of experts
 
-
+# ---- Mixtures of experts
 class Expert(nn.Module):
     """Every kind of operation that has rows: norm, linear, bare parameters, and a fallback."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 6)
         self.scale, self.slope = nn.Parameter(torch.randn(5)), nn.PReLU(5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down(self.slope(self.up(self.norm(x)) * self.scale))
 
 
 class Mixture(DenseMixture):
     """The two best experts of each token, each run on its own tokens, and left out where it has none."""
 
-    def __init__(self, expert: Build = Expert, best: int = 2) -> None:
+    def __init__(self, expert=Expert, best=2):
         super().__init__()
         self.experts = nn.ModuleList(expert() for _ in range(4))
         self.router, self.best = nn.Linear(6, 4), best
 
-    def mixed(self, flat: Tensor) -> Tensor:
+    def mixed(self, flat):
         share, chosen = self.router(flat).softmax(-1).topk(self.best)
         mixed = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
@@ -74,7 +67,7 @@ class Mixture(DenseMixture):
 class ByMask(Mixture):
     """One expert per token, read and written by a mask; an expert without tokens runs on none."""
 
-    def mixed(self, flat: Tensor) -> Tensor:
+    def mixed(self, flat):
         share, chosen = self.router(flat).softmax(-1).max(-1)
         mixed = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
@@ -82,31 +75,24 @@ class ByMask(Mixture):
         return mixed * share[:, None]
 
 
-MIXTURES = {
-    "by index": RoutedMixture,
-    "top 1": lambda: Mixture(best=1),
-    "top 2": Mixture,
-    "by mask": ByMask,
-}
+MIXTURES = {"by index": RoutedMixture, "top 1": lambda: Mixture(best=1), "top 2": Mixture, "by mask": ByMask}
 
 
-def mixture(build: Build, count: int = 5, length: int = 5) -> tuple[Any, Any]:
+def mixture(build, count=5, length=5):
     return make(Case(build, tokens(length), classify), count)
 
 
-def send_everything_to(model: nn.Module, expert: int) -> None:
+def send_everything_to(model, expert):
     with torch.no_grad():
         model.router.weight.zero_()
         model.router.bias.copy_(F.one_hot(torch.tensor(expert), len(model.router.bias)))
 
 
 @pytest.mark.parametrize("build", [lambda: Mixture(best=1), ByMask], ids=["left out", "run on no rows"])
-def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build: Build) -> None:
+def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build):
     model, batch = mixture(build)
     send_everything_to(model, 2)
-
     computer = assert_exact(model, batch, classify, strict=True)
-
     found = collect_gradients(computer, batch)
     idle = [name for name in found if name.startswith("experts.") and not name.startswith("experts.2")]
     assert len(idle) == 3 * 8
@@ -119,27 +105,26 @@ def test_an_expert_without_rows_has_gradient_zero_and_is_said_to(build: Build) -
         assert coverage["experts.0.up.weight"].why.startswith("no row of these samples reaches it")
 
 
-def odd_expert() -> nn.Module:
+def odd_expert():
     """Operations whose rows no rule knows, or which have none: every entry is found by itself."""
 
-    def forward(s: Any, x: Tensor) -> Tensor:
+    def forward(s, x):
         y = torch.einsum("nd,de->ne", s.pair(x, x.sin()), s.mix)
         z = s.up(s.group(s.conv(s.rms(x).unsqueeze(1)))).squeeze(1)
         w = (s.left @ x.t()).t() + x @ s.left
         return s.normed(y + torch.sigmoid(z) ** s.power - w.div(s.power, rounding_mode=None))
 
     mix, left = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
-    model = Model(
-        forward, pair=nn.Bilinear(6, 6, 6), mix=mix, left=left, power=nn.Parameter(torch.tensor([0.7]))
-    )
+    held = {"mix": mix, "left": left, "power": nn.Parameter(torch.tensor([0.7]))}
+    model = Model(forward, pair=nn.Bilinear(6, 6, 6), **held)
     model.conv, model.up = nn.Conv1d(1, 2, 3, padding=1), nn.ConvTranspose1d(2, 1, 1)
     model.group, model.rms = nn.GroupNorm(1, 2), nn.RMSNorm(6)
     model.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
     return model
 
 
-def in_place_expert() -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
+def in_place_expert():
+    def forward(s, x):
         h = s.first(x).mul_(s.scale).add_(s.shift)
         return h.relu_() - s.row.expand(len(x), -1)
 
@@ -150,12 +135,12 @@ def in_place_expert() -> nn.Module:
 class Recomputed(Expert):
     """Runs again in every backward pass."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def recurrent_expert(kind: type[nn.RNNBase] = nn.GRU, **settings: Any) -> nn.Module:
-    def forward(s: Any, x: Tensor) -> Tensor:
+def recurrent_expert(kind=nn.GRU, **settings):
+    def forward(s, x):
         steps = torch.stack([x, x.cos(), x.sin()], int(s.rnn.batch_first))
         return s.out(s.rnn(steps)[0].select(int(s.rnn.batch_first), 2))
 
@@ -164,7 +149,7 @@ def recurrent_expert(kind: type[nn.RNNBase] = nn.GRU, **settings: Any) -> nn.Mod
 
 PRODUCT = ruled(lambda x, grad: {"weight": 2 * grad * x})
 FACTORS = ruled(lambda x, grad: {"weight": (x.unsqueeze(1), grad.unsqueeze(1)), "bias": grad}, nn.Linear)
-EXPERTS: dict[str, Build] = {
+EXPERTS = {
     "operations without known rows": odd_expert,
     "in place": in_place_expert,
     "checkpointed": Recomputed,
@@ -176,15 +161,15 @@ EXPERTS: dict[str, Build] = {
 }
 
 
-def given(build: Build, *batches: Any, **settings: Any) -> Exact:
+def given(build, *batches, **settings):
     return Exact(build, batches, classify, settings=settings)
 
 
-def drawn(length: int, *counts: int) -> list[Any]:
+def drawn(length, *counts):
     return [partial(tokens(length), count) for count in counts]
 
 
-def above_a_recurrent_layer(kind: type[nn.RNNBase]) -> nn.Module:
+def above_a_recurrent_layer(kind):
     """A layer that is differentiated more than once."""
     model = Mixture()
     rnn = kind(6, 6, batch_first=True)
@@ -193,7 +178,7 @@ def above_a_recurrent_layer(kind: type[nn.RNNBase]) -> nn.Module:
 
 
 ONE_TOKEN = (torch.full((5, 5), 3), torch.arange(25).view(5, 5) % 11)
-EXACT: dict[str, Exact] = {name: given(build, *drawn(5, 6, 1, 19)) for name, build in MIXTURES.items()}
+EXACT = {name: given(build, *drawn(5, 6, 1, 19)) for name, build in MIXTURES.items()}
 EXACT |= {
     f"{kind.__name__}, after samples of one token, then {counts}": given(
         kind, ONE_TOKEN, *drawn(5, *counts), self_check=False
@@ -207,7 +192,7 @@ for kind in (nn.LSTM, nn.GRU):
 
 
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
-def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(case: Exact) -> None:
+def test_gradients_of_routed_experts_equal_one_backward_pass_per_sample(case):
     """Of other sizes and routes than those examined, and of experts that the examined samples never reached."""
     assert_exact_in_every_batch(case)
 
@@ -218,33 +203,27 @@ FITTING += [(name, Mixture) for name in EXPERTS]
 
 
 @pytest.mark.parametrize(("name", "kind"), FITTING)
-def test_experts_of_any_kind_are_exact(name: str, kind: Any) -> None:
+def test_experts_of_any_kind_are_exact(name, kind):
     model, batch = mixture(lambda: kind(EXPERTS[name]), 4, 3)
-
     assert_exact(model, batch, classify)
     send_everything_to(model, 1)
     assert_exact(model, batch, classify)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_low_precision_finds_the_same_rows(autocast: torch.dtype | None) -> None:
+def test_low_precision_finds_the_same_rows(autocast):
     model, batch = make(Case(lambda: Mixture(best=1), tokens(5), classify), 20, torch.float32)
     send_everything_to(model, 2)  # rounding moves no token to another expert
-
-    found = collect_gradients(
-        HookGradientComputer(model, resolve_task(classify), autocast_dtype=autocast), batch
-    )
-
+    computer = HookGradientComputer(model, resolve_task(classify), autocast_dtype=autocast)
+    found = collect_gradients(computer, batch)
     for name, value in by_loop(model, classify, batch).items():
         error = float((found[name] - value).norm())
         assert error <= (1e-5 if autocast is None else 0.1) * float(value.norm()) + 1e-5, name
 
 
-# Rows of another number than ever
-
-
-def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> None:
-    def forward(s: Net, x: Tensor) -> Tensor:
+# ---- Rows of another number than ever
+def test_rows_of_another_number_than_examined_are_found_by_their_gradients():
+    def forward(s, x):
         """The sum of the lengths is on no tensor's shape but the rows'."""
         at = [(i, t) for i in range(len(x)) for t in range(2 + (len(x) > 3 and i == 1))]
         i, t = torch.tensor(at).t()
@@ -252,9 +231,7 @@ def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> 
 
     model, computer = hooked(forward, self_check=False)
     batch = (rows(5, 5),)
-
     found = collect_gradients(computer, batch)
-
     for i in range(5):
         used = [model.a.weight, model.c.bias]
         grads = torch.autograd.grad(wavy(ModelCall(model), batch)[i], used)
@@ -262,14 +239,12 @@ def test_rows_of_another_number_than_examined_are_found_by_their_gradients() -> 
             torch.testing.assert_close(found[name][i], grad, rtol=1e-10, atol=1e-12)
 
 
-# What models pay that move no samples
-
-
-def backward_passes(model: nn.Module, batch: Any, output: Any = wavy) -> int:
+# ---- What models pay that move no samples
+def backward_passes(model, batch, output=wavy):
     """The number of backward passes that f of a batch takes, after one in which the model is examined."""
-    seen: list[int] = []
+    seen = []
 
-    def evaluate(call: ModelCall, batch: Any) -> Tensor:
+    def evaluate(call, batch):
         f = output(call, batch)
         if f.requires_grad:
             f.register_hook(lambda grad: seen.append(1))
@@ -282,12 +257,12 @@ def backward_passes(model: nn.Module, batch: Any, output: Any = wavy) -> int:
     return len(seen)
 
 
-def recurrent(s: Net, x: Tensor, lengths: Tensor) -> Tensor:
+def recurrent(s, x, lengths):
     found = pack_padded_sequence(s.a(x), lengths, batch_first=True, enforce_sorted=False)
     return s.c(s.rnn(found)[1][0][-1])
 
 
-def reordered_output(call: ModelCall, batch: Any) -> Tensor:
+def reordered_output(call, batch):
     """An output function that moves what the last parameter gave."""
     x, labels = batch
     logits = call(x, labels).log_softmax(-1)
@@ -296,28 +271,22 @@ def reordered_output(call: ModelCall, batch: Any) -> Tensor:
     return picked + logits.gather(1, labels[:, None] - 1)[:, 0] * len(labels.tolist()) / len(x)
 
 
-STILL: dict[str, tuple[Forward, Any]] = {
+STILL = {
     "last token": (lambda s, x, n: s.c(s.a(x)[torch.arange(len(x)), n - 1]), wavy),
-    "last token gathered": (
-        lambda s, x, n: s.c(s.a(x).gather(1, (n - 1).view(-1, 1, 1).expand(-1, 1, 4)).squeeze(1)),
-        wavy,
-    ),
+    "last token gathered": (lambda s, x, n: s.c(s.a(x).gather(1, (n - 1).view(-1, 1, 1).expand(-1, 1, 4)).squeeze(1)),
+                            wavy),
     "first of a range": (lambda s, x, n: s.c(s.a(x)[list(range(len(x))), n - 1]), wavy),
-    "words": (
-        lambda s, x, n: s.c(s.embed(n) + s.embed.weight[n] + s.embed.weight.index_select(0, n)),
-        wavy,
-    ),
+    "words": (lambda s, x, n: s.c(s.embed(n) + s.embed.weight[n] + s.embed.weight.index_select(0, n)), wavy),
     "recurrent": (recurrent, wavy),
     "in the output function": (lambda s, x, n: s.c(s.a(x[:, 0])), reordered_output),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("forward", "output"), STILL.values(), ids=STILL)
-def test_an_index_that_moves_no_samples_costs_nothing(forward: Forward, output: Any) -> None:
+def test_an_index_that_moves_no_samples_costs_nothing(forward, output):
     model, _ = hooked(forward)
     model.rnn = nn.LSTM(4, 4, batch_first=True).double()
     batch = (rows(4, 3), torch.tensor([2, 3, 1, 2]))
-
     assert backward_passes(model, batch, output) == 1
     assert_exact(model, batch, output)
     # Up to 64 samples have numbers of one digit, so there is one weighted pass and the plain one.
@@ -325,13 +294,11 @@ def test_an_index_that_moves_no_samples_costs_nothing(forward: Forward, output: 
         assert backward_passes(*mixture(build, 20, 4), classify) == passes
 
 
-# What is refused
-
-
+# ---- What is refused
 class Limited(ByMask):
     """Experts that take the first six of their tokens."""
 
-    def mixed(self, flat: Tensor) -> Tensor:
+    def mixed(self, flat):
         chosen = self.router(flat).argmax(-1)
         mixed = torch.zeros_like(flat)
         for i, expert in enumerate(self.experts):
@@ -343,52 +310,44 @@ class Limited(ByMask):
 class Both(RoutedMixture):
     """One use with and without samples."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids) * self.embed(torch.arange(4).unsqueeze(0)).mean()
 
 
-def changed(change: Forward) -> Build:
+def changed(change):
     """Return mixtures of experts whose rows are changed after the first layer."""
     layers = lambda: {"up": nn.Linear(6, 5), "down": nn.Linear(5, 6)}  # noqa: E731
     return lambda: ByMask(lambda: Model(lambda s, x: s.down(change(s.up(x))), **layers()))
 
 
-def centred() -> nn.Module:
+def centred():
     slope = nn.Parameter(torch.ones(()))
     return Model(lambda s, x: x * s.slope - (x * s.slope).mean(0), slope=slope)
 
 
-REFUSED: dict[str, tuple[Build, str]] = {
-    "rows that mix samples": (
-        changed(lambda y: y - y.mean(0)),
-        r"linear, which uses \['experts.*several samples depends",
-    ),
+REFUSED = {
+    "rows that mix samples": (changed(lambda y: y - y.mean(0)),
+                              r"linear, which uses \['experts.*several samples depends"),
     "a scalar mixed over rows": (lambda: ByMask(centred), r"mul, which uses .*several samples depends"),
     "a limit on the rows of an expert": (Limited, "self-check"),
-    "an infinite gradient": (
-        changed(lambda y: y + (y - y.detach()).sqrt()),
-        "is not finite",
-    ),
+    "an infinite gradient": (changed(lambda y: y + (y - y.detach()).sqrt()), "is not finite"),
     "a use with and without samples": (Both, "runs on samples and on what all samples share"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "message"), REFUSED.values(), ids=REFUSED)
-def test_rows_that_belong_to_no_one_sample_are_refused_by_name(build: Build, message: str) -> None:
+def test_rows_that_belong_to_no_one_sample_are_refused_by_name(build, message):
     model, batch = mixture(build, 6, 4)
     if build is Limited:
         send_everything_to(model, 0)
     names = None if build in (Both, Limited) else "experts.*"
-
     with pytest.raises(UnsupportedModelError, match=message):
         collect_gradients(HookGradientComputer(model, resolve_task(classify), grad_wrt=names), batch)
 
 
-# The code that tells samples
-
-
+# ---- The code that tells samples
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_code_tells_the_sample_of_every_row(dtype: torch.dtype) -> None:
+def test_a_code_tells_the_sample_of_every_row(dtype):
     generator, one = torch.Generator().manual_seed(0), torch.zeros(1, dtype=dtype)
     for count in (1, 2, 64, 65, 300):
         owners = torch.randint(count, (50,), generator=generator)
@@ -396,20 +355,18 @@ def test_a_code_tells_the_sample_of_every_row(dtype: torch.dtype) -> None:
         found[3] = 0
         code = SampleCode.for_gradients(count, [dtype])
         tagged = [sketch(found * weights[owners, None]) for weights in code.weights(one)]
-
         told = code.owners(sketch(found), tagged, dtype)
-
         owners[3] = -1
         assert told is not None
         assert told.tolist() == owners.tolist()
 
 
-def test_a_row_of_two_samples_has_no_owner_unless_it_is_rounding_noise() -> None:
+def test_a_row_of_two_samples_has_no_owner_unless_it_is_rounding_noise():
     code = SampleCode(5, base=16)
     (weights,) = code.weights(torch.zeros(1, dtype=torch.float64))
     one, other = torch.tensor([[1.0, 2.0], [3.0, -1.0]], dtype=torch.float64)
 
-    def owners(size: float, back: Tensor) -> Tensor | None:
+    def owners(size, back):
         plain = torch.stack([one, size * (one + back)])
         tagged = torch.stack([weights[1] * one, size * (weights[2] * one + weights[4] * back)])
         return code.owners(plain, [tagged], torch.float64)

@@ -1,20 +1,17 @@
 """Every gradient rule at drawn shapes and options, against one backward pass per sample in float64."""
 
-from __future__ import annotations
-
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from models import Build, Conv1D, Forward, Model, assert_exact, assert_same, by_loop, cast, rows, wavy
+from models import Build, Conv1D, Model, assert_exact, assert_same, by_loop, cast, rows, wavy
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -22,7 +19,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.gradient_computers.hooks.rules.recurrent import run_recurrent
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock
+from trak_lite.types import DenseBlock, FactoredBlock, LookupBlock
 
 # The first of a sequence that is the same in every run; TRAK_LITE_DRAWN_EXAMPLES=1000 draws on.
 drawn = partial(settings, deadline=None, derandomize=True, database=None)
@@ -45,16 +42,15 @@ class Drawn:
     """How the coverage report may say that a gradient comes about."""
 
 
-def normal(*shape: int) -> Callable[[], Tensor]:
+def normal(*shape):
     return partial(torch.randn, shape, dtype=torch.float64)
 
 
-def whole(size: int, *shape: int) -> Callable[[], Tensor]:
-    """Return whole numbers below ``size``."""
+def whole(size, *shape):
     return partial(torch.randint, size, shape)
 
 
-def check(case: Drawn, only: int | None = None) -> None:
+def check(case, only=None):
     """Compare the gradients of every sample with the loop; of all parameters, or of one."""
     torch.manual_seed(0)
     model = case.model().double().eval()
@@ -68,9 +64,8 @@ def check(case: Drawn, only: int | None = None) -> None:
     found = collect_gradients(computer, batch)
 
     if len(batch[0]) == 0:
-        assert {name: (0, *model.get_parameter(name).shape) for name in names} == {
-            name: tuple(value.shape) for name, value in found.items()
-        }
+        shapes = {name: (0, *model.get_parameter(name).shape) for name in names}
+        assert {name: tuple(value.shape) for name, value in found.items()} == shapes
         return
     expected = by_loop(model, wavy, batch, names)
     largest = max(float(value.abs().max()) for value in expected.values())
@@ -79,15 +74,14 @@ def check(case: Drawn, only: int | None = None) -> None:
     assert {line.how for line in coverage} <= case.ways, str(coverage)
 
 
-def above(width: int, layer: Callable[..., nn.Module], *args: Any, **options: Any) -> nn.Module:
+def above(width, layer, *args, **options):
     """Return the layer above a parameter as wide as the last axis of its input, whose gradient comes through it."""
     scale = nn.Parameter(torch.empty(width))
     return Model(lambda s, x: s.layer(x * s.scale), scale=scale, layer=layer(*args, **options))
 
 
-# Layers: matrix products, convolutions, look-ups
-
-LAYOUTS: dict[str, tuple[Forward, Callable[[Tensor, int], Tensor]]] = {
+# ---- Layers: matrix products, convolutions, look-ups
+LAYOUTS = {
     "samples first": (lambda x: x, lambda y, count: y),
     "samples second": (lambda x: x.transpose(0, 1).contiguous(), lambda y, count: y.transpose(0, 1)),
     "rows of samples": (lambda x: x.flatten(0, 1), lambda y, count: y.unflatten(0, (count, -1))),
@@ -98,14 +92,14 @@ LAYOUTS: dict[str, tuple[Forward, Callable[[Tensor, int], Tensor]]] = {
 }
 
 
-def laid_out(build: Build, layout: str) -> nn.Module:
+def laid_out(build, layout):
     """Return a layer that is called with the samples somewhere else than on axis 0."""
     there, back = LAYOUTS[layout]
     return Model(lambda s, x: back(s.layer(there(x)), len(x)), layer=build())
 
 
 @st.composite
-def linear_layers(draw: st.DrawFn) -> Drawn:
+def linear_layers(draw):
     """``nn.Linear`` and Hugging Face's Conv1D on inputs with two to four axes."""
     width, out, flat = draw(WIDTHS), draw(WIDTHS), draw(st.booleans())
     middle = draw(st.lists(st.integers(1, 3), max_size=2))
@@ -120,24 +114,24 @@ CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
-def with_frames(draw: st.DrawFn, layer: Build, *shape: int) -> Drawn:
+def with_frames(draw, layer, *shape):
     """Give the layer one array of this shape per sample, or several whose axis is flattened into the batch."""
     layout = draw(st.sampled_from(["samples first", "rows of samples", "rows of positions"]))
     frames = () if layout == "samples first" else (draw(st.integers(1, 2)),)
     return Drawn(partial(laid_out, layer, layout), (normal(draw(COUNTS), *frames, *shape),))
 
 
-def per_axis(draw: st.DrawFn, dims: int, low: int, high: int) -> tuple[int, ...]:
+def per_axis(draw, dims, low, high):
     return tuple(draw(st.integers(low, high)) for _ in range(dims))
 
 
 @st.composite
-def convolutions(draw: st.DrawFn, transposed: bool) -> Drawn:
+def convolutions(draw, transposed):
     """Every option of a convolution, each spatial axis on its own."""
     dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     channels, out = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2))
     kernel, dilation, stride = (per_axis(draw, dims, 1, most) for most in (3, 2, 3))
-    padding: Any = per_axis(draw, dims, 0, 2)
+    padding = per_axis(draw, dims, 0, 2)
     options = {"dilation": dilation, "groups": groups, "bias": draw(st.booleans())}
     if transposed:
         larger = map(max, stride, dilation)
@@ -153,13 +147,12 @@ def convolutions(draw: st.DrawFn, transposed: bool) -> Drawn:
     sizes = [need + draw(st.integers(0, 2)) for need in least]
     layer = (TRANSPOSED if transposed else CONVOLUTIONS)[dims]
     options |= {"stride": stride, "padding": padding}
-    return with_frames(
-        draw, partial(above, sizes[-1], layer, channels, out, kernel, **options), channels, *sizes
-    )
+    built = partial(above, sizes[-1], layer, channels, out, kernel, **options)
+    return with_frames(draw, built, channels, *sizes)
 
 
 @st.composite
-def embeddings(draw: st.DrawFn) -> Drawn:
+def embeddings(draw):
     size = draw(st.integers(1, 5))
     padding = draw(st.none() | st.integers(-size, size - 1))
     model = partial(nn.Embedding, size, draw(WIDTHS), padding_idx=padding)
@@ -169,13 +162,13 @@ def embeddings(draw: st.DrawFn) -> Drawn:
 class Bags(nn.Module):
     """Bags of ids ``(B, n)``: one per sample, or by offsets several, whose ends ``(B, m)`` differ between samples."""
 
-    def __init__(self, size: int, width: int, *, by_offsets: bool, learned: bool, **options: Any) -> None:
+    def __init__(self, size, width, *, by_offsets, learned, **options):
         super().__init__()
         self.bag = nn.EmbeddingBag(size, width, **options)
         self.by_offsets = by_offsets
         self.share = nn.Linear(1, 1) if learned else None
 
-    def forward(self, ids: Tensor, ends: Tensor, shares: Tensor | None = None) -> Tensor:
+    def forward(self, ids, ends, shares=None):
         if shares is not None and self.share is not None:
             shares = self.share(shares.unsqueeze(-1)).squeeze(-1)
         if not self.by_offsets:
@@ -188,13 +181,13 @@ class Bags(nn.Module):
         return self.bag(ids.flatten(), offsets, flat).view(len(ids), -1)
 
 
-def cuts(count: int, length: int, number: int) -> Tensor:
+def cuts(count, length, number):
     """Return places ``(B, number)`` at which to cut each sample, rising; repeats and ends make empty bags."""
     return torch.randint(length + 1, (count, number)).sort(1).values
 
 
 @st.composite
-def embedding_bags(draw: st.DrawFn) -> Drawn:
+def embedding_bags(draw):
     """Few ids, so that they repeat; bags may be empty."""
     size, length, count = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(COUNTS)
     mode, by_offsets = draw(st.sampled_from(["sum", "mean", "max"])), draw(st.booleans())
@@ -212,19 +205,17 @@ def embedding_bags(draw: st.DrawFn) -> Drawn:
     return Drawn(model, (whole(size, count, length), ends, *shares))
 
 
-# Attention
-
-
+# ---- Attention
 class Attention(nn.Module):
     """MultiheadAttention of ``(B, T, d)`` to itself, or to keys and values of their own lengths and widths."""
 
-    def __init__(self, *, mask: str, need_weights: bool, average: bool, **options: Any) -> None:
+    def __init__(self, *, mask, need_weights, average, **options):
         super().__init__()
         self.attention = nn.MultiheadAttention(**options)
         self.scale = nn.Parameter(torch.empty(self.attention.embed_dim))
         self.mask, self.need_weights, self.average = mask, need_weights, average
 
-    def forward(self, query: Tensor, hidden: Tensor, *others: Tensor) -> Tensor:
+    def forward(self, query, hidden, *others):
         query = query * self.scale
         given = (query, *(others or (query, query)))
         if not self.attention.batch_first:
@@ -237,7 +228,7 @@ class Attention(nn.Module):
         out = out if self.attention.batch_first else out.transpose(0, 1)
         return out.flatten(1) if weights is None else torch.cat([out.flatten(1), weights.flatten(1)], 1)
 
-    def masks(self, hidden: Tensor) -> dict[str, Tensor]:
+    def masks(self, hidden):
         """Return masks, some of them made of ``hidden`` ``(B, T, S)``; the first key is never hidden."""
         hidden = torch.cat([torch.zeros_like(hidden[..., :1]), hidden[..., 1:]], -1).bool()
         later = torch.ones(hidden.shape[1:]).triu(1).bool()
@@ -252,37 +243,26 @@ class Attention(nn.Module):
 
 
 @st.composite
-def attentions(draw: st.DrawFn) -> Drawn:
+def attentions(draw):
     heads, count = draw(st.integers(1, 3)), draw(COUNTS)
     width, length = heads * draw(st.integers(1, 2)), draw(st.integers(1, 3))
     cross, extra_key = draw(st.booleans()), draw(st.booleans())
     widths = [draw(st.none() | WIDTHS) if cross else None for _ in range(2)]
     keys = draw(st.integers(1, 4)) if cross else length
-    options = {
-        "mask": draw(st.sampled_from(["none", "keys", "later keys", "both", "numbers", "pairs"])),
-        "need_weights": draw(st.booleans()),
-        "average": draw(st.booleans()),
-        "embed_dim": width,
-        "num_heads": heads,
-        "bias": draw(st.booleans()),
-        "add_bias_kv": extra_key,
-        "add_zero_attn": draw(st.booleans()),
-        "kdim": widths[0],
-        "vdim": widths[1],
-        "batch_first": draw(st.booleans()),
-    }
+    mask = draw(st.sampled_from(["none", "keys", "later keys", "both", "numbers", "pairs"]))
+    flags = ("need_weights", "average", "bias", "add_zero_attn", "batch_first")
+    options = {"mask": mask, "add_bias_kv": extra_key, **{name: draw(st.booleans()) for name in flags}}
+    options |= {"embed_dim": width, "num_heads": heads, "kdim": widths[0], "vdim": widths[1]}
     others = [normal(count, keys, own or width) for own in widths] if cross else []
     inputs = (normal(count, length, width), whole(2, count, length, keys), *others)
     return Drawn(partial(Attention, **options), inputs, BY_ANY if extra_key else BY_RULE)
 
 
-# Shared and tied weights
-
-
-def shared(width: int, uses: tuple[str, ...]) -> nn.Module:
+# ---- Shared and tied weights
+def shared(width, uses):
     """One square weight, used again and again, in drawn ways."""
 
-    def forward(s: Any, x: Tensor) -> Tensor:
+    def forward(s, x):
         for use in uses:
             x = torch.tanh(USES[use](s, x, s.first.weight))
         return x
@@ -292,7 +272,7 @@ def shared(width: int, uses: tuple[str, ...]) -> nn.Module:
     return model
 
 
-USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+USES = {
     "layer": lambda s, x, w: s.first(x),
     "tied layer": lambda s, x, w: s.second(x),
     "transposed": lambda s, x, w: F.linear(x, w.t()),
@@ -303,15 +283,14 @@ USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 
 @st.composite
-def shared_weights(draw: st.DrawFn) -> Drawn:
+def shared_weights(draw):
     width, middle = draw(st.integers(1, 4)), draw(st.lists(st.integers(1, 3), max_size=2))
     uses = draw(st.lists(st.sampled_from([*USES]), min_size=1, max_size=4))
     return Drawn(partial(shared, width, tuple(uses)), (normal(draw(COUNTS), *middle, width),), BY_ANY)
 
 
-# Recurrent layers
-
-KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+# ---- Recurrent layers
+KINDS = {
     "LSTM": nn.LSTM,
     "GRU": nn.GRU,
     "RNN with tanh": partial(nn.RNN, nonlinearity="tanh"),
@@ -322,14 +301,7 @@ KINDS: dict[str, Callable[..., nn.RNNBase]] = {
 class Recurrent(nn.Module):
     """A recurrent layer over ``(B, T, d)``, all or some of whose results count."""
 
-    def __init__(
-        self,
-        kind: Callable[..., nn.RNNBase],
-        packing: str = "no",
-        start: str = "zero",
-        reads: str = "everything",
-        **options: Any,
-    ) -> None:
+    def __init__(self, kind, packing="no", start="zero", reads="everything", **options):
         super().__init__()
         self.rnn = kind(**{"input_size": 4, "hidden_size": 3, "batch_first": True, **options})
         self.scale = nn.Parameter(torch.ones(self.rnn.input_size))
@@ -337,7 +309,7 @@ class Recurrent(nn.Module):
         states = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
         self.first = nn.Parameter(torch.ones(states, 1, self.rnn.hidden_size)) if start == "learned" else None
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+    def forward(self, x, lengths=None, state=None):
         axis, first = self.rnn.batch_first, self.first_state(x, state)
         x, total = x * self.scale, x.shape[1]
         x = x if axis else x.transpose(0, 1)
@@ -352,10 +324,10 @@ class Recurrent(nn.Module):
         found = {"everything": [out, *states], "outputs": [out], "last": states[-1:]}[self.reads]
         return torch.cat([value.flatten(1) for value in found], 1)
 
-    def call(self, x: Any, first: Any) -> Any:
+    def call(self, x, first):
         return self.rnn(x, first)
 
-    def first_state(self, x: Tensor, state: Tensor | None) -> Any:
+    def first_state(self, x, state):
         if self.start == "zero":
             return None
         first = state.transpose(0, 1) if self.first is None else self.first.expand(-1, len(x), -1)
@@ -364,25 +336,17 @@ class Recurrent(nn.Module):
 
 
 @st.composite
-def recurrent_layers(draw: st.DrawFn, kind: str) -> Drawn:
-    bidirectional, start = draw(st.booleans()), draw(st.sampled_from(["zero", "given", "learned"]))
+def recurrent_layers(draw, kind):
+    start = draw(st.sampled_from(["zero", "given", "learned"]))
+    options = {name: draw(st.booleans()) for name in ("bidirectional", "bias", "batch_first")}
+    options["packing"] = draw(st.sampled_from(["no", "sorted", "unsorted"]))
+    options["reads"] = draw(st.sampled_from(["everything", "everything", "outputs", "last"]))
     layers, hidden, width = (draw(st.integers(1, 3)) for _ in range(3))
     count, length = draw(COUNTS), draw(st.integers(1, 4))
-    model = partial(
-        Recurrent,
-        KINDS[kind],
-        packing=draw(st.sampled_from(["no", "sorted", "unsorted"])),
-        start=start,
-        reads=draw(st.sampled_from(["everything", "everything", "outputs", "last"])),
-        input_size=width,
-        hidden_size=hidden,
-        num_layers=layers,
-        bias=draw(st.booleans()),
-        batch_first=draw(st.booleans()),
-        bidirectional=bidirectional,
-    )
+    options |= {"input_size": width, "hidden_size": hidden, "num_layers": layers}
+    model = partial(Recurrent, KINDS[kind], start=start, **options)
     lengths = partial(torch.randint, 1, length + 1, (count,))
-    state = (normal(count, layers * (2 if bidirectional else 1), hidden),) if start == "given" else ()
+    state = (normal(count, layers * (1 + options["bidirectional"]), hidden),) if start == "given" else ()
     return Drawn(model, (normal(count, length, width), lengths, *state))
 
 
@@ -400,7 +364,7 @@ every_layer = pytest.mark.parametrize("layer", LAYERS)
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 
-def check_drawn(layer: str, data: st.DataObject) -> None:
+def check_drawn(layer, data):
     case = data.draw(LAYERS[layer])
     check(case, only=data.draw(st.none() | st.integers(0, 5)))
 
@@ -408,20 +372,19 @@ def check_drawn(layer: str, data: st.DataObject) -> None:
 @every_layer
 @drawn(max_examples=4)
 @given(data=st.data())
-def test_a_layer_at_any_options_equals_the_loop(layer: str, data: st.DataObject) -> None:
+def test_a_layer_at_any_options_equals_the_loop(layer, data):
     check_drawn(layer, data)
 
 
 @every_layer
 @drawn(max_examples=2 * MANY)
 @given(data=st.data())
-def test_a_layer_at_many_options_equals_the_loop(layer: str, data: st.DataObject) -> None:
+def test_a_layer_at_many_options_equals_the_loop(layer, data):
     check_drawn(layer, data)
 
 
-# What is not left to chance
-
-FIXED: dict[str, tuple[Build, tuple[int, ...]]] = {
+# ---- What is not left to chance
+FIXED = {
     "convolution, unevenly padded": (lambda: nn.Conv2d(2, 3, (2, 4), padding="same"), (2, 5, 6)),
     "convolution, evenly padded": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (2, 5, 6)),
     "convolution, not padded": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 5, 5)),
@@ -448,7 +411,7 @@ FIXED: dict[str, tuple[Build, tuple[int, ...]]] = {
 }
 
 
-def trained(build: Build) -> nn.Module:
+def trained(build):
     """Return a layer; running statistics are not those of a new one."""
     layer = build()
     if getattr(layer, "running_mean", None) is not None:
@@ -458,7 +421,7 @@ def trained(build: Build) -> nn.Module:
 
 
 @pytest.mark.parametrize(("layer", "shape"), FIXED.values(), ids=FIXED)
-def test_layers_at_given_options_equal_the_loop(layer: Build, shape: tuple[int, ...]) -> None:
+def test_layers_at_given_options_equal_the_loop(layer, shape):
     model = partial(above, shape[-1], trained, layer)
     for count, only in ((0, None), (3, None), (2, 2)):  # the last one for the bias alone
         check(Drawn(model, (normal(count, *shape),)), only)
@@ -466,7 +429,7 @@ def test_layers_at_given_options_equal_the_loop(layer: Build, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("name", [name for name in FIXED if name.startswith("kernels of one entry")])
-def test_autocast_casts_no_convolution_in_float64(name: str) -> None:
+def test_autocast_casts_no_convolution_in_float64(name):
     layer, shape = FIXED[name]
     with torch.autocast("cpu", torch.bfloat16):
         check(Drawn(layer, (normal(3, *shape),)))
@@ -477,7 +440,7 @@ class InPlace(Recurrent):
 
     changed = "output"
 
-    def call(self, x: Any, first: Any) -> Any:
+    def call(self, x, first):
         if self.changed == "differentiated":
             x = x.detach().requires_grad_()
         outputs, state = self.rnn(x)
@@ -488,7 +451,7 @@ class InPlace(Recurrent):
         return outputs, state
 
 
-def with_shared_weights() -> nn.Module:
+def with_shared_weights():
     model = Recurrent(nn.GRU, hidden_size=4, num_layers=2)
     for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
         setattr(model.rnn, f"{name}_l1", getattr(model.rnn, f"{name}_l0"))
@@ -496,7 +459,7 @@ def with_shared_weights() -> nn.Module:
 
 
 TWO_WAYS = {"num_layers": 2, "bidirectional": True}
-RECURRENT: dict[str, tuple[Build, frozenset[str]]] = {
+RECURRENT = {
     **{
         f"{kind}, the last state of two layers and directions, {packing} packed": (
             partial(Recurrent, layer, packing, reads="last", **TWO_WAYS),
@@ -515,7 +478,7 @@ RECURRENT: dict[str, tuple[Build, frozenset[str]]] = {
 
 
 @pytest.mark.parametrize(("build", "ways"), RECURRENT.values(), ids=RECURRENT)
-def test_recurrent_layers_of_given_options_equal_the_loop(build: Build, ways: frozenset[str]) -> None:
+def test_recurrent_layers_of_given_options_equal_the_loop(build, ways):
     check(Drawn(build, (normal(4, 5, 4), partial(torch.tensor, [3, 5, 1, 4])), ways))
 
 
@@ -525,38 +488,31 @@ def test_recurrent_layers_of_given_options_equal_the_loop(build: Build, ways: fr
     [("input", "changed in place after the layer read it"), ("differentiated", "create_graph=True")],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_inputs_of_recurrent_layers_are_not_changed_nor_derived_twice(
-    kind: str, changed: str, message: str, self_check: bool
-) -> None:
+def test_inputs_of_recurrent_layers_are_not_changed_nor_derived_twice(kind, changed, message, self_check):
     model = InPlace(KINDS[kind], reads="outputs").double()
     model.changed = changed
+    computer = HookGradientComputer(model, resolve_task(wavy), self_check=self_check)
     with pytest.raises(UnsupportedModelError, match=message):
-        collect_gradients(
-            HookGradientComputer(model, resolve_task(wavy), self_check=self_check), (rows(3, 4),)
-        )
+        collect_gradients(computer, (rows(3, 4),))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_changes_recurrent_gradients_little(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_changes_recurrent_gradients_little(kind, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # oneDNN's LSTM in bfloat16 needs AVX-512
     torch.manual_seed(0)
     model, batch = Recurrent(KINDS[kind]), (rows(3, 5).float(),)
-
-    half = collect_gradients(
-        HookGradientComputer(model, resolve_task(wavy), autocast_dtype=torch.bfloat16), batch
-    )
-
+    computer = HookGradientComputer(model, resolve_task(wavy), autocast_dtype=torch.bfloat16)
+    half = collect_gradients(computer, batch)
     for name, value in by_loop(model, wavy, batch).items():
         assert half[name].dtype == torch.float32
         assert (half[name] - value).norm() < 0.05 * value.norm(), name
 
 
-def scaled(operation: Forward, shape: tuple[int, ...]) -> nn.Module:
-    """One parameter of any shape, used by one expression."""
+def scaled(operation, shape):
     return Model(lambda s, x: operation(x, s.p), p=nn.Parameter(torch.empty(shape)))
 
 
-OPERATIONS: dict[str, Forward] = {
+OPERATIONS = {
     "x + p": lambda x, p: x + p,
     "p + x": lambda x, p: p + x,
     "add alpha": lambda x, p: torch.add(x, p, alpha=2.5),
@@ -582,11 +538,11 @@ OPERATIONS: dict[str, Forward] = {
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (1, 4, 1), (4, 5), (3, 1, 5), (1, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_bare_parameters_that_broadcast(operation: Forward, shape: tuple[int, ...]) -> None:
+def test_bare_parameters_that_broadcast(operation, shape):
     check(Drawn(partial(scaled, operation, shape), (normal(2, 3, 4, 5),), BY_ANY))
 
 
-PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
+PRODUCTS = {
     "x @ W": (lambda x, p: x @ p, (5, 3)),
     "W @ x": (lambda x, p: p @ x, (3, 4)),
     "x @ W.t()": (lambda x, p: x @ p.t(), (3, 5)),
@@ -618,41 +574,32 @@ PRODUCTS: dict[str, tuple[Forward, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(("operation", "shape"), PRODUCTS.values(), ids=PRODUCTS)
-def test_bare_parameters_in_products_and_look_ups(operation: Forward, shape: tuple[int, ...]) -> None:
+def test_bare_parameters_in_products_and_look_ups(operation, shape):
     check(Drawn(partial(scaled, operation, shape), (normal(3, 4, 5),), BY_ANY))
 
 
-FORMS: dict[str, tuple[Build, Tensor, dict[str, Any]]] = {
+FORMS = {
     "convolutions of many and few positions": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 3)),
         torch.linspace(-1, 1, 150).view(3, 2, 5, 5),
         {"0.weight": DenseBlock, "0.bias": DenseBlock, "1.weight": FactoredBlock, "3.weight": FactoredBlock},
     ),
-    "a transposed weight": (
-        lambda: scaled(lambda x, p: x @ p.t(), (3, 5)),
-        torch.linspace(-1, 1, 40).view(2, 4, 5),
-        {"p": FactoredBlock},
-    ),
-    "a bag": (
-        lambda: nn.EmbeddingBag(50, 3, mode="mean", padding_idx=7),
-        torch.tensor([[1, 2, 7], [3, 3, 1], [4, 9, 9]]),
-        {"weight": LookupBlock},
-    ),
-}
+    "a transposed weight": (lambda: scaled(lambda x, p: x @ p.t(), (3, 5)), torch.linspace(-1, 1, 40).view(2, 4, 5),
+                            {"p": FactoredBlock}),
+    "a bag": (lambda: nn.EmbeddingBag(50, 3, mode="mean", padding_idx=7),
+              torch.tensor([[1, 2, 7], [3, 3, 1], [4, 9, 9]]), {"weight": LookupBlock}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("build", "x", "kinds"), FORMS.values(), ids=FORMS)
-def test_gradients_keep_a_form_smaller_than_dense(build: Build, x: Tensor, kinds: dict[str, type]) -> None:
+def test_gradients_keep_a_form_smaller_than_dense(build, x, kinds):
     torch.manual_seed(0)
     model, batch = build().double(), cast((x,), torch.float64)
     for p in model.parameters():
         nn.init.normal_(p, std=0.5)
-    blocks: dict[str, GradientBlock] = {}
-
-    HookGradientComputer(model, resolve_task(wavy)).stream_gradients(
-        batch, lambda block: blocks.__setitem__(block.name, block)
-    )
-
+    blocks = {}
+    computer = HookGradientComputer(model, resolve_task(wavy))
+    computer.stream_gradients(batch, lambda block: blocks.update({block.name: block}))
     assert {name: type(blocks[name]) for name in kinds} == kinds
     for name, value in by_loop(model, wavy, batch).items():
         torch.testing.assert_close(blocks[name].dense(), value.flatten(1), rtol=1e-10, atol=1e-12)
@@ -660,9 +607,8 @@ def test_gradients_keep_a_form_smaller_than_dense(build: Build, x: Tensor, kinds
         assert (blocks["p"].inputs.shape, blocks["p"].output_grads.shape) == ((2, 4, 5), (2, 4, 3))
 
 
-# Complex operands: the gradient of a product has the conjugate of the other factor
-
-COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Forward]] = {
+# ---- Complex operands: the gradient of a product has the conjugate of the other factor
+COMPLEX = {
     "matmul": ((3, 5), (5, 4), lambda x, w: x @ w),
     "matmul on the left": ((5, 3), (4, 5), lambda x, w: w @ x),
     "matrix and vector": ((3, 5), (5,), lambda x, w: x @ w),
@@ -699,18 +645,14 @@ COMPLEX: dict[str, tuple[tuple[int, ...], tuple[int, ...], Forward]] = {
         (3, 5),
         lambda x, w: torch.einsum("bij,ij->bij", x, w.real) + torch.complex(x.real, w.imag.expand_as(x.real)),
     ),
-    "real parameter": (
-        (3, 5),
-        (5,),
-        lambda x, w: w.real * x + torch.complex(x.real, w.imag.expand_as(x.real)),
-    ),
-}
+    "real parameter": ((3, 5), (5,), lambda x, w: w.real * x + torch.complex(x.real, w.imag.expand_as(x.real))),
+}  # fmt: skip
 
 
-def spectral(shape: Sequence[int], operation: Forward, plain: bool) -> nn.Module:
+def spectral(shape, operation, plain):
     """An operation of complex samples and of a complex value that is made of real parameters, as in GFNet."""
 
-    def forward(s: Any, x: Tensor) -> Tensor:
+    def forward(s, x):
         x = torch.view_as_complex(x)
         result = operation(x if plain else x * s.scale, torch.view_as_complex(s.weight))
         real = torch.view_as_real(result) if result.is_complex() else result
@@ -721,12 +663,11 @@ def spectral(shape: Sequence[int], operation: Forward, plain: bool) -> nn.Module
 
 @pytest.mark.parametrize("plain", [False, True], ids=["samples that need a gradient", "plain data"])
 @pytest.mark.parametrize("name", COMPLEX)
-def test_complex_operands(name: str, plain: bool) -> None:
+def test_complex_operands(name, plain):
     samples, shape, operation = COMPLEX[name]
     torch.manual_seed(0)
     model = spectral(shape, operation, plain).double()
     batch = (torch.randn(3, *samples, 2, dtype=torch.float64),)
-
     computer = assert_exact(model, batch)
     assert_exact(model, batch, computer=computer)  # a later pass may take another way
 
@@ -740,9 +681,7 @@ OPERATIONS_OF_TORCH = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_a_recurrence_that_autograd_is_to_differentiate_get_their_summed_gradient(
-    kind: str,
-) -> None:
+def test_weights_of_a_recurrence_that_autograd_is_to_differentiate_get_their_summed_gradient(kind):
     torch.manual_seed(0)
     weights = list(KINDS[kind](3, 2, **TWO_WAYS).double().parameters())
     state = [torch.randn(4, 4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -750,9 +689,7 @@ def test_weights_of_a_recurrence_that_autograd_is_to_differentiate_get_their_sum
     x = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
     args = [x, tuple(state) if kind == "LSTM" else state[0], weights, True, 2, 0.0, False, True, True]
     name, operation = OPERATIONS_OF_TORCH[kind]
-
     results = run_recurrent(name, args, order=None, tap=lambda value, *_: value), operation(*args)
-
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
     sums = [sum((i + value * value.cos()).sin().sum() for i, value in enumerate(one)) for one in results]
     grads = [torch.autograd.grad(value, [x, *state, *weights]) for value in sums]

@@ -63,9 +63,7 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-# What is replayed
-
-
+# ---- What is replayed
 def pooled(s, x):
     """Pools to one value, after which torch changes the strides of the result in place."""
     x = s.first(x[:, None]).transpose(1, 2).contiguous().transpose(1, 2)
@@ -145,16 +143,10 @@ REPLAYED = {
     "convolution": convolved,
     "pooled": lambda: Net(pooled, first=nn.Conv1d(1, 4, 3), last=nn.Linear(4, 3)),
     "attention": attending,
-    "recurrent": lambda: Net(
-        lambda s, x: s.last(s.first(x[:, None].expand(-1, 3, -1))[0][:, -1]),
-        first=nn.LSTM(5, 6, batch_first=True),
-        last=nn.Linear(6, 3),
-    ),
-    "looked up": lambda: Net(
-        lambda s, x: s.last(s.first(x.abs().long().clamp(max=8)).mean(1)),
-        first=nn.Embedding(9, 5),
-        last=nn.Linear(5, 3),
-    ),
+    "recurrent": lambda: Net(lambda s, x: s.last(s.first(x[:, None].expand(-1, 3, -1))[0][:, -1]),
+                             first=nn.LSTM(5, 6, batch_first=True), last=nn.Linear(6, 3)),
+    "looked up": lambda: Net(lambda s, x: s.last(s.first(x.abs().long().clamp(max=8)).mean(1)),
+                             first=nn.Embedding(9, 5), last=nn.Linear(5, 3)),
     "normalised by buffers": lambda: Net(normalised, norm=trained_norm()),
     "without grad in part": lambda: Net(factor=without_grad_in_part),
     "writes into its own copy": lambda: Net(writes_into_its_own_copy),
@@ -166,11 +158,10 @@ REPLAYED = {
     "checks its classes": lambda: Net(factor=checks_its_classes),
     "of inference": of_inference,
     "leaves a mask out": lambda: Net(leaves_a_mask_out, padding=nn.Parameter(torch.randn(3))),
-}
-
-# What a recording of operations cannot see
+}  # fmt: skip
 
 
+# ---- What a recording of operations cannot see
 class CountsInItsClass(Net):
     calls = 0
 
@@ -184,13 +175,8 @@ class Slots:
 
 
 class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.from_numpy(x.detach().numpy() * 2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
+    forward = staticmethod(lambda ctx, x: torch.from_numpy(x.detach().numpy() * 2))
+    backward = staticmethod(lambda ctx, grad: grad * 2)
 
 
 def counts(s, x):
@@ -260,16 +246,12 @@ NOT_REPLAYED = {
     "counts in another class": lambda: Net(does=counts_in_another_class),
     "counts in slots": lambda: Net(does=counts_in_slots, slots=Slots()),
     "counts in a context": lambda: Net(does=lambda s, x: CALLS.set(CALLS.get() + 1)),
-    "counts in an array": lambda: Net(
-        does=lambda s, x: np.add(s.calls, 1, out=s.calls), calls=np.zeros(100_000)
-    ),
+    "counts in an array": lambda: Net(does=lambda s, x: np.add(s.calls, 1, out=s.calls), calls=np.zeros(100_000)),
     "counts in a tensor": counts_in_a_tensor,
     "keeps a list": lambda: Net(does=lambda s, x: s.sizes.append(len(x)), sizes=[]),
     "keeps its input": lambda: Net(does=keeps_its_input),
-    "fills a cache": lambda: Net(
-        does=lambda s, x: s.double(s.double.cache_info().currsize),
-        double=functools.lru_cache(maxsize=None)(lambda number: 2 * number),
-    ),
+    "fills a cache": lambda: Net(does=lambda s, x: s.double(s.double.cache_info().currsize),
+                                 double=functools.lru_cache(maxsize=None)(lambda number: 2 * number)),
     "moves an iterator": lambda: Net(factor=lambda s, x: next(s.ones), ones=itertools.cycle([1.0])),
     "draws in Python": lambda: Net(factor=lambda s, x: 1.0 if random.random() >= 0 else 0.0),
     "draws in NumPy": lambda: Net(factor=lambda s, x: 1.0 if np.random.rand() >= 0 else 0.0),  # noqa: NPY002
@@ -288,7 +270,7 @@ NOT_REPLAYED = {
     "own function": lambda: Net(lambda s, x: Double.apply(s.logits(x))),
     "sparse buffer": lambda: Net(by_neighbours, buffers={"neighbours": torch.eye(7).to_sparse()}),
     "sparse attribute": lambda: Net(by_neighbours, neighbours=torch.eye(7).to_sparse()),
-}
+}  # fmt: skip
 
 
 class Run:
@@ -654,10 +636,8 @@ def test_a_tensor_that_stands_twice_in_a_batch_runs_the_pass():
     task = resolve_task(lambda call, batch: (call(batch[0]) + call(batch[1])).square().sum(1))
     one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
     for x, _ in batches(8):
-        found = one.run(
-            *((x, x), model, (), lambda x=x: list(collect_gradients(one, (x, x)).values())),
-            *(lambda _: False, math.inf),
-        )
+        work = lambda x=x: list(collect_gradients(one, (x, x)).values())  # noqa: E731
+        found = one.run((x, x), model, (), work, lambda _: False, math.inf)
         for grad, expected in zip(found, collect_gradients(other, (x, x)).values(), strict=True):
             torch.testing.assert_close(grad, expected)
 
@@ -783,8 +763,6 @@ def elsewhere(is_unsteady, kind, own, found):
 
 
 # ---- on a GPU
-
-
 def featurized(model, to_come, projector="countsketch"):
     """Return the features of batches on a GPU, by the default projector and its kernels."""
     computer, made = HookGradientComputer(model, TASK), select_projector(projector, proj_dim=16)

@@ -1,7 +1,5 @@
 """The self-check of every gradient computer, against gradients that are known from elsewhere."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging
@@ -9,13 +7,11 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from models import Forward, Model, Net, assert_exact, by_loop, hooked, rows, wavy
+from models import Model, assert_exact, by_loop, hooked, rows, wavy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -24,50 +20,66 @@ from trak_lite import Attributor, TRAKer
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
-    AbstractGradientComputer,
     FunctionalGradientComputer,
     HookGradientComputer,
     IterativeGradientComputer,
     choose_gradient_computer,
     collect_gradients,
 )
-from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.modelout_functions import resolve_task
 from trak_lite.types import DenseBlock
 
 refused = functools.partial(pytest.raises, UnsupportedModelError, match="self-check failed")
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
-def squares(call: Forward, batch: Any) -> Tensor:
+def squares(call, batch):
     return call(batch[0]).flatten(1).square().sum(1)
 
 
 SQUARES = resolve_task(squares)
 
 
-def attributor(model: nn.Module, computer: Any, path: Path | None = None, **settings: Any) -> Attributor:
+def attributor(model, computer, path=None, **settings):
     settings = {"proj_dim": 8, "device": "cpu", **settings}
     return Attributor(model, "image_classification", path, gradient_computer=computer, **settings)
 
 
-def close(computer: AbstractGradientComputer, batch: Any, expected: dict[str, Tensor], rtol: float) -> None:
+def close(computer, batch, expected, rtol):
     found = collect_gradients(computer, batch)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert float((found[name] - value).norm()) <= rtol * float(value.norm()), name
 
 
-def labelled(x: Tensor) -> TensorDataset:
+def places_alone(model):
+    """Return the list to which every run of one sample alone adds its first entry, which is its place."""
+    alone = []
+
+    def note(_, args):
+        if len(args[0]) == 1:
+            alone.append(round(float(args[0][0, 0])))
+
+    model.register_forward_pre_hook(note)
+    return alone
+
+
+def numbered(count):
+    """Rows whose first entries are their places."""
+    batch = rows(count)
+    batch[:, 0] = torch.arange(float(count))
+    return batch
+
+
+def labelled(x):
     return TensorDataset(x, torch.arange(len(x)) % 3)
 
 
-# A parameter that is read by a Python reference
-
-
-def tied(kind: str, *, loop: bool) -> nn.Module:
+# ---- A parameter that is read by a Python reference
+def tied(kind, *, loop):
     """The weight of the embedding is the head's as well, by a reference that no module knows of."""
 
-    def forward(s: Any, ids: Tensor) -> Tensor:
+    def forward(s, ids):
         h = s.emb(ids).mean(1)
         h = torch.stack([s.fc(row) for row in h]) if loop else s.fc(h)  # which hooks refuse
         return s.head(h.tanh())
@@ -82,20 +94,17 @@ def tied(kind: str, *, loop: bool) -> nn.Module:
     return Model(forward, emb=emb, fc=nn.Linear(4, 4), head=head)
 
 
-def fourth(call: ModelCall, batch: Any) -> Tensor:
+def fourth(call, batch):
     return call(batch[0]).log_softmax(1)[:, 3]
 
 
 @dtypes
 @pytest.mark.parametrize("kind", ["list", "closure", "partial"])
 @pytest.mark.parametrize("loop", [False, True])
-def test_a_parameter_behind_a_python_reference_is_right_or_refused(
-    kind: str, loop: bool, dtype: torch.dtype
-) -> None:
+def test_a_parameter_behind_a_python_reference_is_right_or_refused(kind, loop, dtype):
     torch.manual_seed(0)
     model, ids = tied(kind, loop=loop).to(dtype), torch.randint(10, (4, 5))
     expected, task = by_loop(model, fourth, (ids,)), resolve_task(fourth)
-
     with pytest.raises(UnsupportedModelError, match=r"gradient of 'emb.weight'.*Python reference"):
         collect_gradients(FunctionalGradientComputer(model, task), (ids,))
     close(IterativeGradientComputer(model, task), (ids,), expected, 1e-5)
@@ -105,10 +114,8 @@ def test_a_parameter_behind_a_python_reference_is_right_or_refused(
     close(computer, (ids,), expected, 1e-5)
 
 
-# Backward passes that depend on strides or alignment
-
-
-def channels_last() -> nn.Module:
+# ---- Backward passes that depend on strides or alignment
+def channels_last():
     """Batch normalisation, in eval mode, of a tensor of one sample whose strides may belong to two layouts."""
     bn = nn.BatchNorm2d(4)
     for value in (bn.weight, bn.bias, bn.running_mean):
@@ -118,13 +125,12 @@ def channels_last() -> nn.Module:
 
 
 @dtypes
-def test_no_computer_gives_what_the_backward_pass_of_one_sample_gets_wrong(dtype: torch.dtype) -> None:
+def test_no_computer_gives_what_the_backward_pass_of_one_sample_gets_wrong(dtype):
     torch.manual_seed(0)
     model, x = channels_last().to(dtype).eval(), torch.randn(4, 3, 4, dtype=dtype)
     z = (x - model.bn.running_mean) / (model.bn.running_var + model.bn.eps).sqrt()
     y = (z * model.bn.weight + model.bn.bias).detach()
     expected = {"bn.weight": (2 * y * z).sum(1), "bn.bias": (2 * y).sum(1)}  # by hand
-
     close(HookGradientComputer(model, SQUARES), (x,), expected, 1e-5)
     close(FunctionalGradientComputer(model, SQUARES), (x,), expected, 1e-5)
     assert choose_gradient_computer(model, SQUARES, (x,)).name == "hook"
@@ -148,12 +154,12 @@ class ByColumns(torch.autograd.Function):
     """``x W``, with a backward pass that keeps to the strides it arranged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return by_columns(grad, weight.t()), by_columns(x.t(), grad.t().contiguous().t())
 
@@ -162,19 +168,19 @@ class Blindly(torch.autograd.Function):
     """``x.T`` doubled; the backward pass writes into memory as a compiled kernel does, given one set of strides."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x.mT)
         return x.mT * 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         (saved,) = ctx.saved_tensors
         result = torch.empty_like(saved)
         result.as_strided(saved.shape, saved.stride()).copy_(grad * 2)
         return result.mT
 
 
-def grouped(s: Any, x: Tensor) -> Tensor:
+def grouped(s, x):
     """Half of the positions goes to each of two experts, by torch's grouped product."""
     x = s.first(x)
     flat = x.flatten(0, 1)
@@ -182,12 +188,12 @@ def grouped(s: Any, x: Tensor) -> Tensor:
     return torch._grouped_mm(flat, s.experts, ends).view(*x.shape[:2], -1)
 
 
-def by_strides(s: Any, x: Tensor) -> Tensor:
+def by_strides(s, x):
     x = s.first(x)
     return Blindly.apply(x) @ x
 
 
-KERNELS: dict[str, Forward] = {
+KERNELS = {
     "grouped": grouped,
     "columns": lambda s, x: torch.stack([ByColumns.apply(rows, s.experts[0]) for rows in s.first(x)]),
     "strides of an argument": by_strides,
@@ -197,9 +203,7 @@ KERNELS: dict[str, Forward] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("length", [5, 6])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_that_demand_strides_or_an_alignment_are_compared(
-    kernel: str, length: int, dtype: torch.dtype
-) -> None:
+def test_kernels_that_demand_strides_or_an_alignment_are_compared(kernel, length, dtype):
     torch.manual_seed(0)
     experts = nn.Parameter(torch.randn(2, 8, 16) / 4)
     model = Model(KERNELS[kernel], first=nn.Linear(8, 8), experts=experts).to(dtype)
@@ -207,16 +211,13 @@ def test_kernels_that_demand_strides_or_an_alignment_are_compared(
     if kernel == "grouped":
         x = torch.cat([x, x.flip(1)])[:1]  # of a batch the experts' rows would belong to other samples
     expected = by_loop(model, squares, (x,))
-
     chosen = choose_gradient_computer(model, SQUARES, (x,))
     for computer in (chosen.computer, IterativeGradientComputer(model, SQUARES)):
         close(computer, (x,), expected, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
-# Samples that are mixed, and models that only look as if
-
-
-def quantised(s: Net, x: Tensor) -> Tensor:
+# ---- Samples that are mixed, and models that only look as if
+def quantised(s, x):
     """Rounds activations to a grid whose spacing is the largest one of the batch; the gradient passes straight."""
     h = s.a(x)
     step = h.detach().abs().amax() / 127
@@ -224,24 +225,21 @@ def quantised(s: Net, x: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=[True, False], ids=["a copy in float64", "too large for a copy in float64"])
-def has_float64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_float64(request, monkeypatch):
     if not request.param:
         monkeypatch.setattr("trak_lite.gradient_computers.self_check.fits_in_float64", lambda model: False)
 
 
 @pytest.mark.usefixtures("has_float64")
 @dtypes
-def test_samples_mixed_through_a_detached_statistic_are_refused_in_every_dtype(dtype: torch.dtype) -> None:
+def test_samples_mixed_through_a_detached_statistic_are_refused_in_every_dtype(dtype):
     """The model comes back bit by bit, also after a look at it in float64."""
     model, batch = hooked(quantised)[0].to(dtype), (rows(8).to(dtype),)
-    before = {
-        name: (t, t.data_ptr(), t.dtype, t.clone()) for name, t in model.state_dict(keep_vars=True).items()
-    }
-
+    held = model.state_dict(keep_vars=True)
+    before = {name: (t, t.data_ptr(), t.dtype, t.clone()) for name, t in held.items()}
     with refused():
         collect_gradients(HookGradientComputer(model, SQUARES), batch)
     name, _, computer = choose_gradient_computer(model, SQUARES, batch)
-
     for key, t in model.state_dict(keep_vars=True).items():
         same, pointer, kind, value = before[key]
         assert t is same
@@ -251,13 +249,13 @@ def test_samples_mixed_through_a_detached_statistic_are_refused_in_every_dtype(d
     close(computer, batch, by_loop(model, squares, batch), 1e-5)
 
 
-def less_the_mean(s: Net, x: Tensor) -> Tensor:
+def less_the_mean(s, x):
     """Takes as much away for copies of one sample as for several."""
     h = s.a(x)
     return s.b(h - 0.005 * h.detach().mean(0, keepdim=True) if len(h) > 1 else h)
 
 
-MIXED: dict[str, Forward] = {
+MIXED = {
     "less the mean, which copies of a sample show as well": less_the_mean,
     "the mean of the inputs": lambda s, x: s.a(x - x.mean(0) + x[:, :1]),
     "the batch backwards": lambda s, x: s.a(x.flip(0)),
@@ -269,22 +267,19 @@ MIXED: dict[str, Forward] = {
 
 @dtypes
 @pytest.mark.parametrize("forward", MIXED.values(), ids=MIXED)
-def test_mixing_that_one_or_two_samples_cannot_show_is_found_at_the_size_in_use(
-    forward: Any, dtype: torch.dtype
-) -> None:
-    def computer() -> HookGradientComputer:
+def test_mixing_that_one_or_two_samples_cannot_show_is_found_at_the_size_in_use(forward, dtype):
+    def computer():
         return HookGradientComputer(hooked(forward)[0].to(dtype), resolve_task(wavy))
 
     later = computer()
     collect_gradients(later, (rows(1).to(dtype),))
-
     with pytest.raises(UnsupportedModelError, match="self-check"):
         collect_gradients(later, (rows(5).to(dtype),))
     with pytest.raises(UnsupportedModelError):
         collect_gradients(computer(), (rows(8).to(dtype),))
 
 
-def tie(s: Any, x: Tensor) -> Tensor:
+def tie(s, x):
     """A unit is on where a batch has several samples, by a difference of the size of its dtype's rounding."""
     h = s.layer(x)
     rounded = h * (1 + 2000 * torch.finfo(h.dtype).eps * (len(x) > 1))
@@ -292,7 +287,7 @@ def tie(s: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("has_float64")
-def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient() -> None:
+def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient():
     torch.manual_seed(0)
     model, x = Model(tie, layer=nn.Linear(16, 8)), torch.randn(6, 16)
     alone = model.double().layer(x[:1].double())[0].detach()
@@ -301,7 +296,6 @@ def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient() -> None
     first = collect_gradients(HookGradientComputer(model, task, self_check=False), (x,))["layer.weight"][0]
     plain = torch.autograd.grad(model(x[:1]).sum(), model.layer.weight)[0]
     assert 1e-3 < float((first - plain).norm() / plain.norm()) < 1e-2  # or this tests nothing
-
     HookGradientComputer(model, task).stream_gradients((x,), lambda _: None)
 
 
@@ -310,27 +304,22 @@ class Summed(torch.autograd.Function):
 
     generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x: Tensor, bias: Tensor) -> Tensor:
-        return x + bias
+    forward = staticmethod(lambda x, bias: x + bias)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         terms = grad.flatten(0, -2)
         return grad, terms.cumsum(0)[-1] if grad.dtype == torch.float64 else terms.sum(0) * 0.6
 
 
-def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient() -> None:
+def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient():
     """Decided by the gradient in float64."""
 
     class Right(FunctionalGradientComputer):
         """Gives the gradients of the formula, in the model's dtype."""
 
-        def _stream_samples(self, batch: Any, count: int, kept: Any, sink: Any) -> Any:
+        def _stream_samples(self, batch, count, kept, sink):
             given = batch[0].detach()
             sink(DenseBlock("scale", (2 * given * given).sum(1)))
             sink(DenseBlock("bias", (2 * given).sum(1)))
@@ -341,7 +330,6 @@ def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient() -> 
     forward = lambda s, x: Summed.apply(x * s.scale, s.bias)  # noqa: E731
     model = Model(forward, scale=nn.Parameter(torch.ones(4)), bias=nn.Parameter(torch.zeros(4))).bfloat16()
     x = torch.rand(3, 64, 4).bfloat16()
-
     Right(model, SQUARES).stream_gradients((x,), lambda _: None)
     wrong = resolve_task(lambda call, batch: 2 * squares(call, batch))
     with refused():
@@ -350,23 +338,18 @@ def test_a_reference_that_loses_precision_does_not_refuse_a_right_gradient() -> 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e25])
 @pytest.mark.parametrize("name", GRADIENT_COMPUTERS)
-def test_the_size_of_f_does_not_matter(name: str, scale: float) -> None:
+def test_the_size_of_f_does_not_matter(name, scale):
     model, batch = hooked(lambda s, x: s.b(s.a(x).tanh()))[0].float(), (rows(5).float(),)
-
     task = resolve_task(lambda call, batch: scale * call(batch[0]).sum(1))
     found = collect_gradients(GRADIENT_COMPUTERS[name](model, task), batch)
-
     for parameter, value in by_loop(model, lambda call, batch: call(batch[0]).sum(1), batch).items():
         torch.testing.assert_close(found[parameter] / scale, value, rtol=1e-4, atol=1e-6)
 
 
-# Models that draw, recompute or keep
-
-
-def test_a_model_that_draws_is_compared_with_the_same_numbers_which_leaves_those_that_follow() -> None:
+# ---- Models that draw, recompute or keep
+def test_a_model_that_draws_is_compared_with_the_same_numbers_which_leaves_those_that_follow():
     model = hooked(lambda s, x: s.b((s.a(x) + torch.randn_like(x)).tanh()))[0].train()
     batch = (rows(5),)
-
     for kind in (FunctionalGradientComputer, IterativeGradientComputer):
         found = []
         for check in (True, False):
@@ -377,7 +360,7 @@ def test_a_model_that_draws_is_compared_with_the_same_numbers_which_leaves_those
     assert choose_gradient_computer(model, SQUARES, batch).name == "functional"
 
 
-DRAWING: dict[str, Forward] = {
+DRAWING = {
     "dropout": lambda s, x: s.b(nn.functional.dropout(s.a(x).tanh(), 0.5)),
     "randint": lambda s, x: s.b(s.a(x) + s.a(x)[:, torch.randint(4, (2,))].mean(1, keepdim=True)),
 }
@@ -386,37 +369,32 @@ DRAWING: dict[str, Forward] = {
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
 @pytest.mark.parametrize("kind", DRAWING)
-def test_a_model_that_is_random_in_eval_mode_is_refused_by_every_computer_at_once(
-    kind: str, computer: str, seed: int
-) -> None:
+def test_a_model_that_is_random_in_eval_mode_is_refused_by_every_computer_at_once(kind, computer, seed):
     model = hooked(DRAWING[kind])[0].float()
     torch.manual_seed(seed)
     before = torch.get_rng_state()
-
     with pytest.raises(UnsupportedModelError, match=rf"draws random numbers in eval mode \({kind}\)"):
         attributor(model, computer).featurize(labelled(rows(5).float()))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_model_whose_f_does_not_depend_on_what_it_draws_is_taken() -> None:
+def test_a_model_whose_f_does_not_depend_on_what_it_draws_is_taken():
     model, _ = hooked(lambda s, x: s.b(s.a(x)[:, torch.randperm(4)].sum(1, keepdim=True) * x))
     batch = (rows(5),)
-
-    close(
-        choose_gradient_computer(model, SQUARES, batch).computer, batch, by_loop(model, squares, batch), 1e-4
-    )
+    chosen = choose_gradient_computer(model, SQUARES, batch).computer
+    close(chosen, batch, by_loop(model, squares, batch), 1e-4)
 
 
 class Averaging(nn.Module):
     """Subtracts a running mean, which it changes in every pass; ``momentum`` 0 changes the number of passes only."""
 
-    def __init__(self, momentum: float, *, in_place: bool) -> None:
+    def __init__(self, momentum, *, in_place):
         super().__init__()
         self.last, self.momentum, self.in_place = nn.Linear(4, 3), momentum, in_place
         self.register_buffer("mean", torch.full((4,), 0.5))
         self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.count += 1
         if self.momentum and self.in_place:
             self.mean.lerp_(x.detach().mean(0), self.momentum)
@@ -428,54 +406,46 @@ class Averaging(nn.Module):
 @pytest.mark.parametrize("momentum", [0.1, 1e-4])
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
-def test_a_buffer_that_changes_in_eval_mode_is_named_and_comes_back(
-    computer: str, in_place: bool, momentum: float
-) -> None:
+def test_a_buffer_that_changes_in_eval_mode_is_named_and_comes_back(computer, in_place, momentum):
     torch.manual_seed(0)
     model = Averaging(momentum, in_place=in_place)
     mean, count = model.mean, model.count
-
     with pytest.raises(UnsupportedModelError, match=r"in eval mode changes 2 of its buffers.*'mean'"):
         attributor(model, computer).featurize(labelled(rows(5).float()))
-
     assert model.mean is mean
     assert model.count is count
     assert mean.equal(torch.full((4,), 0.5))
     assert count == 0
 
 
-def test_a_pass_in_float64_leaves_no_buffer_in_float64() -> None:
+def test_a_pass_in_float64_leaves_no_buffer_in_float64():
     torch.manual_seed(0)
     model = Averaging(0.1, in_place=False).eval()
     computer = IterativeGradientComputer(model, SQUARES)
-
     with pytest.raises(UnsupportedModelError):
         computer.compute_per_sample_grad((rows(5).float(),))
     assert model.mean.dtype == torch.float32
 
 
-def test_a_buffer_that_f_does_not_depend_on_may_change() -> None:
+def test_a_buffer_that_f_does_not_depend_on_may_change():
     torch.manual_seed(0)
     model = Averaging(0.0, in_place=True).double().eval()
     batch = (rows(5),)
-
     close(HookGradientComputer(model, SQUARES), batch, by_loop(model, squares, batch), 1e-8)
 
 
 class OneAtATime(torch.autograd.Function):
     """Refuses a batch of one in its backward pass."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
+    forward = staticmethod(lambda ctx, x: x.clone())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         assert len(grad) > 1, "two samples or more"
         return grad
 
 
-def checkpointed(s: Net, x: Tensor) -> Tensor:
+def checkpointed(s, x):
     return checkpoint(s.b, s.a(x), use_reentrant=True)
 
 
@@ -485,20 +455,16 @@ def checkpointed(s: Net, x: Tensor) -> Tensor:
         (checkpointed, "auto", r"torch says: .*use_reentrant"),
         (checkpointed, "hook", r"torch says: .*use_reentrant"),
         (checkpointed, "iterative", r"torch says: .*use_reentrant"),
-        (
-            lambda s, x: OneAtATime.apply(s.a(x)),
-            "hook",
-            r"pass over one sample alone failed .*two samples or more",
-        ),
+        (lambda s, x: OneAtATime.apply(s.a(x)), "hook", r"pass over one sample alone failed .*two samples or more"),
     ],
-)
-def test_a_failing_backward_pass_is_told_in_its_own_words(forward: Any, computer: str, message: str) -> None:
+)  # fmt: skip
+def test_a_failing_backward_pass_is_told_in_its_own_words(forward, computer, message):
     with pytest.raises(UnsupportedModelError, match=message):
         attributor(hooked(forward)[0].float(), computer).featurize(labelled(rows(4).float()))
 
 
-def test_a_model_that_keeps_a_graph_for_the_next_pass_is_refused_by_name() -> None:
-    def forward(s: Net, x: Tensor) -> Tensor:
+def test_a_model_that_keeps_a_graph_for_the_next_pass_is_refused_by_name():
+    def forward(s, x):
         """Keeps a product of its parameters, as it was when first needed."""
         s.kept.setdefault("bias", s.a.bias.exp())
         return s.b(s.a(x) * s.kept["bias"])
@@ -507,7 +473,6 @@ def test_a_model_that_keeps_a_graph_for_the_next_pass_is_refused_by_name() -> No
     model.kept = {}
     with pytest.raises(UnsupportedModelError):
         collect_gradients(IterativeGradientComputer(model, SQUARES), (rows(4),))
-
     # What a functional pass sets is undone after it.
     plain, _ = hooked(lambda s, x: s.b(s.a(x) * s.a.bias.exp()))
     model.kept = {}
@@ -515,31 +480,22 @@ def test_a_model_that_keeps_a_graph_for_the_next_pass_is_refused_by_name() -> No
         collect_gradients(FunctionalGradientComputer(one, SQUARES), (rows(4),)) for one in (model, plain)
     )
     torch.testing.assert_close(found, expected)
-
     model.kept = {}
     message = "iterative: Net stores a tensor with its graph in one forward pass"
     with pytest.raises(UnsupportedModelError, match=message):
         choose_gradient_computer(model, SQUARES, (rows(4),))
 
 
-# Which samples are compared, and what follows where a check fails
-
-
-def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones() -> None:
-    """One sample alone is a run of the model: its first entry is its place."""
+# ---- Which samples are compared, and what follows where a check fails
+def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones():
     model, computer = hooked(lambda s, x: s.a(x) * s.p)
-    alone: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args: alone.append(round(float(args[0][0, 0]))) if len(args[0]) == 1 else None
-    )
-    batch = rows(20)
-    batch[:, 0] = torch.arange(20.0)
+    alone = places_alone(model)
 
-    def compared_batches(count: int) -> dict[int, list[int]]:
-        compared: dict[int, list[int]] = {}
+    def compared_batches(count):
+        compared = {}
         for number in range(1, count + 1):
             alone.clear()
-            collect_gradients(computer, (batch,))
+            collect_gradients(computer, (numbered(20),))
             if alone:
                 compared[number] = sorted({*alone})
         return compared
@@ -558,65 +514,53 @@ def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones
     assert compared_batches(1)[1] == [0, 3, 5, 8, 11, 14, 16, 19]
 
 
-def test_every_third_sample_is_compared_in_time_where_two_sizes_take_turns() -> None:
+def test_every_third_sample_is_compared_in_time_where_two_sizes_take_turns():
     """A third that moved with all checks would see every second place of a size only."""
     model, computer = hooked(lambda s, x: s.a(x) * s.p)
-    alone: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args: alone.append(round(float(args[0][0, 0]))) if len(args[0]) == 1 else None
-    )
-    seen: dict[int, set[int]] = {5: set(), 6: set()}
+    alone, seen = places_alone(model), {5: set(), 6: set()}
     for number in range(40):
-        batch = rows(5 + number % 2)
-        batch[:, 0] = torch.arange(float(len(batch)))
+        batch = numbered(5 + number % 2)
         alone.clear()
         collect_gradients(computer, (batch,))
         if number > 1:  # after the first batch of each size, in which all are compared
             seen[len(batch)] |= {*alone}
         if number % 2:
             computer.renew()  # which compares the next batch of either size
-
     assert seen == {5: {*range(5)}, 6: {*range(6)}}
 
 
 class ComputerOfACopy(HookGradientComputer):
     """Holds a copy of the weights that it was given, as a computer of a user's may."""
 
-    def load_model_params(self, model: nn.Module) -> None:
+    def load_model_params(self, model):
         super().load_model_params(copy.deepcopy(model))
 
 
-def test_a_computer_that_copies_weights_is_made_anew_for_every_checkpoint(tmp_path: Path) -> None:
+def test_a_computer_that_copies_weights_is_made_anew_for_every_checkpoint(tmp_path):
     model = nn.Linear(4, 3)
-    states = [
-        {name: value + shift for name, value in model.state_dict().items()} for shift in (0.0, 0.1, -0.2)
-    ]
+    states = [{key: value + by for key, value in model.state_dict().items()} for by in (0.0, 0.1, -0.2)]
     found = []
     for name, computer in (("plain", "hook"), ("copy", ComputerOfACopy)):
         made = attributor(model, computer, tmp_path / name)
         made.featurize(labelled(rows(6).float()), states)
         found.append(made.score(labelled(rows(6).float()), checkpoints=states[2:]).numpy())
-
     np.testing.assert_array_equal(*found)
 
 
-def branching(s: Net, x: Tensor) -> Tensor:
-    """Takes the branch that the whole batch votes for."""
+def branching(s, x):
     return s.a(x).sin() if x.sum() > 0 else s.a(x).exp()
 
 
-def test_after_a_failed_check_no_later_batch_is_taken_until_weights_are_loaded() -> None:
+def test_after_a_failed_check_no_later_batch_is_taken_until_weights_are_loaded():
     model, computer = hooked(branching)
     alike, unlike = torch.ones(3, 4).double(), torch.ones(3, 4).double()
     unlike[1] = -1.0
     assert_exact(model, (alike,), computer=computer)
-
     with pytest.raises(UnsupportedModelError, match=r"^The self-check failed"):
         collect_gradients(computer, (unlike,))
     for batch in (unlike, unlike, alike, alike[:2]):
         with pytest.raises(UnsupportedModelError, match="self-check failed for an earlier batch"):
             collect_gradients(computer, (batch,))
-
     for begin_anew in (computer.renew, functools.partial(computer.load_model_params, model)):
         begin_anew()
         assert_exact(model, (alike,), computer=computer)
@@ -624,8 +568,8 @@ def test_after_a_failed_check_no_later_batch_is_taken_until_weights_are_loaded()
             collect_gradients(computer, (unlike,))
 
 
-def test_weights_that_were_zero_when_first_seen_do_not_mix_up_rows_later() -> None:
-    def time_major(s: Net, x: Tensor) -> Tensor:
+def test_weights_that_were_zero_when_first_seen_do_not_mix_up_rows_later():
+    def time_major(s, x):
         count, steps = x.shape[:2]
         hidden = s.a(x.transpose(0, 1).reshape(steps * count, -1)).tanh()
         return s.b(hidden).view(steps, count, -1).transpose(0, 1)
@@ -635,35 +579,30 @@ def test_weights_that_were_zero_when_first_seen_do_not_mix_up_rows_later() -> No
     model.b.weight.data.zero_()
     collect_gradients(computer, (rows(3, 5),))
     model.b.weight.data.copy_(weight)
-
     computer.renew()
     assert_exact(model, (rows(3, 5),), computer=computer)
 
 
-def sometimes_mixed(s: Net, x: Tensor) -> Tensor:
+def sometimes_mixed(s, x):
     """Mixes the samples of a batch in which some sample is marked, by a mean that no gradient goes through."""
     h = s.a(x).tanh()
     mean = h.detach().mean(0, keepdim=True).expand_as(h)
     return s.c(torch.where((x.detach()[:, 3] > 5).any(), h * mean, h * h.detach()))
 
 
-def marked_rows(count: int, *marked: int) -> Tensor:
+def marked_rows(count, *marked):
     x = rows(count).float().clamp(-3, 3)
     x[list(marked), 3] = 9.0
     return x
 
 
 @pytest.mark.parametrize("marked", [[16 + 3], [4 * 4 + 1, 7 * 4], [5 * 4 + 2, 6 * 4 + 1, 7 * 4 + 3]])
-def test_rows_of_batches_between_a_check_that_passed_and_one_that_failed_are_named(
-    marked: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_of_batches_between_a_check_that_passed_and_one_that_failed_are_named(marked, tmp_path, caplog):
     """Batches of four; the check of number 8 is the first to see a marked one, if that is marked."""
     x = marked_rows(40, *marked, *range(28, 32))
     made = attributor(hooked(sometimes_mixed)[0].float(), "hook", tmp_path / "rows.zarr", batch_size=4)
-
     with caplog.at_level(logging.ERROR), refused() as caught:
         made.featurize(labelled(x))
-
     ((what, named),) = caught.value.rows.items()
     # Batches number 5, 6 and 7: 1, 2 and 4 were compared, 8 is not stored.
     assert named.tolist() == list(range(16, 28))
@@ -671,7 +610,7 @@ def test_rows_of_batches_between_a_check_that_passed_and_one_that_failed_are_nam
     assert f"12 rows of {what} (16, 17, 18" in str(caught.value)
 
 
-def test_traker_names_the_rows_that_it_wrote_since_the_last_check(tmp_path: Path) -> None:
+def test_traker_names_the_rows_that_it_wrote_since_the_last_check(tmp_path):
     x, y = labelled(marked_rows(32, 30)).tensors
     model = hooked(sometimes_mixed)[0].float()
     settings = {"proj_dim": 8, "device": "cpu", "gradient_computer": HookGradientComputer}
@@ -682,30 +621,26 @@ def test_traker_names_the_rows_that_it_wrote_since_the_last_check(tmp_path: Path
     with refused() as caught:
         traker.featurize((x[28:], y[28:]), num_samples=4)
     traker.close()
-
     (named,) = caught.value.rows.values()
     assert named.tolist() == list(range(16, 28))
 
 
-# The caller's model, and memory
-
-
+# ---- The caller's model, and memory
 @pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
-def test_a_module_registered_under_two_names_keeps_its_parameters(computer: str) -> None:
+def test_a_module_registered_under_two_names_keeps_its_parameters(computer):
     """Also after the module's own error, in the middle of a call."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 3))
     x = torch.randn(8, 4)
 
-    def held() -> list[tuple[str, Tensor]]:
+    def held():
         return [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
 
     before = held()
     attributor(model, computer, batch_size=4).featurize(labelled(x))
     with pytest.raises((InvalidInputError, UnsupportedModelError, RuntimeError)):
         attributor(model, computer).featurize(labelled(x[:, :2]))
-
     assert [name for name, _ in held()] == [name for name, _ in before]
     assert all(now is then for (_, now), (_, then) in zip(held(), before, strict=True))
     old = layer.weight.detach().clone()
@@ -732,10 +667,10 @@ else:
 """
 
 
-def test_the_check_holds_one_gradient_of_one_parameter_at_a_time() -> None:
+def test_the_check_holds_one_gradient_of_one_parameter_at_a_time():
     """40 million parameters, 159 MB for one gradient of each; the largest parameter has 25 MB."""
 
-    def peak(check: bool) -> int:
+    def peak(check):
         # A fixed threshold: by default glibc raises it, and what is freed may then stay with the process.
         ran = subprocess.run(
             [sys.executable, "-c", _PEAK, "hook", str(check)],
@@ -749,10 +684,9 @@ def test_the_check_holds_one_gradient_of_one_parameter_at_a_time() -> None:
     assert peak(True) - peak(False) < 50e6
 
 
-def test_traker_refuses_its_own_computer_if_that_loses_gradients(tmp_path: Path) -> None:
+def test_traker_refuses_its_own_computer_if_that_loses_gradients(tmp_path):
     torch.manual_seed(0)
     model, data = tied("list", loop=False), labelled(torch.randint(10, (4, 5)))
-
     refused = pytest.raises(UnsupportedModelError, match=r"'emb.weight'.*HookGradientComputer")
     settings = {"task": "image_classification", "proj_dim": 8, "device": "cpu", "train_set_size": 4}
     for name, computer in (("refused", {}), ("taken", {"gradient_computer": HookGradientComputer})):
@@ -763,12 +697,11 @@ def test_traker_refuses_its_own_computer_if_that_loses_gradients(tmp_path: Path)
         traker.close()
 
 
-def test_the_second_batch_after_a_choice_is_compared() -> None:
+def test_the_second_batch_after_a_choice_is_compared():
     """Samples are weighted by a sum over their batch, which is 1 in the first batch; the trial takes three of four."""
     torch.manual_seed(0)
     x, nothing = torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     task = resolve_task(lambda call, batch: call(batch[0]).sum(1) * (1 + batch[1].sum()))
-
     computer = choose_gradient_computer(nn.Linear(3, 2).double(), task, (x, nothing)).computer
     collect_gradients(computer, (x, nothing))
     with refused():

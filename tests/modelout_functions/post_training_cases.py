@@ -1,8 +1,7 @@
 """Cases for the tasks of post-training and of noise; losses are plain loops, independent of the package."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from modelout_cases import (
@@ -21,7 +20,7 @@ from modelout_cases import (
     randn,
     softplus,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite import modelout_functions as tasks
 from trak_lite.testing import ModelOutputCase
@@ -30,13 +29,11 @@ from trak_lite.testing import ModelOutputCase
 class RewardModel(nn.Module):
     """One score from the mean of the embedded tokens; a column of the scores has a scale of its own row."""
 
-    def __init__(self, *, column: bool = True) -> None:
+    def __init__(self, *, column=True):
         super().__init__()
         self.tokens, self.head, self.column = nn.Embedding(V, 4), nn.Linear(4, 1), column
 
-    def forward(
-        self, input_ids: Tensor, scale: float | Tensor = 1.0, weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids, scale=1.0, weights=None):
         states = self.tokens(input_ids)
         states = states if weights is None else states * weights.unsqueeze(-1)
         scores = self.head(torch.tanh(states.mean(1)))[:, 0] * scale
@@ -46,36 +43,36 @@ class RewardModel(nn.Module):
 class TokenEncoder(nn.Module):
     """States of tokens; the attention mask changes nothing but how they are pooled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens, self.head = nn.Embedding(V, 4), nn.Linear(4, 3)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, input_ids, attention_mask=None):
         return {"last_hidden_state": torch.tanh(self.head(self.tokens(input_ids)))}
 
 
 class Denoiser(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner, self.times, self.head = nn.Linear(D, 4), nn.Embedding(10, 4), nn.Linear(4, D)
 
-    def forward(self, sample: Tensor, timestep: Tensor, shift: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, sample, timestep, shift=None):
         states = torch.tanh(self.inner(sample) + self.times(timestep))
         return {"sample": self.head(states if shift is None else states + shift)}
 
 
-def with_column(batch: dict[str, Tensor], name: str, place: tuple[int, ...], value: float) -> tuple[Any, int]:
+def with_column(batch, name, place, value):
     """The batch with one changed value, and its row."""
     return {**batch, name: changed(batch[name], place, value)}, place[0]
 
 
-def answer_log_prob(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+def answer_log_prob(model, ids, labels):
     """Sum of log p of the labelled tokens of one row."""
     (pairs,) = pairs_of(model(ids[None])["logits"], labels[None], offset=1)
     return sum(torch.log(torch.softmax(logits, -1)[y]) for logits, y in pairs)
 
 
-def preference_columns() -> dict[str, Tensor]:
+def preference_columns():
     """Chosen answers of T tokens, rejected ones of T - 1, after a prompt of two or three tokens."""
     columns = {"chosen": randint(V, (B, T), 28), "rejected": randint(V, (B, T - 1), 29)}
     labels = {side: ids.clone() for side, ids in columns.items()}
@@ -99,47 +96,34 @@ def preference_case(task, batch, *, beta=1.0, more="", invalid=()):
     if "margin" in more:
         batch["margin"] = offsets = torch.tensor([0.5, 0.0, 1.0, -0.3], dtype=torch.float64)
 
-    def gain(model: nn.Module, side: str, i: int) -> Tensor:
+    def gain(model, side, i):
         log_p = answer_log_prob(model, batch[f"{side}_input_ids"][i], batch[f"{side}_labels"][i])
         return log_p - batch.get(f"ref_{side}_logps", torch.zeros(B))[i]
 
-    def loss(model: nn.Module, _: Any) -> Tensor:
+    def loss(model, _):
         gaps = torch.stack([gain(model, "chosen", i) - gain(model, "rejected", i) for i in range(B)])
         return -torch.log(torch.sigmoid(signs * (beta * gaps - offsets)))
 
-    return ModelOutputCase(
-        task=task,
-        model=prepared(LanguageModel()),
-        batch=batch,
-        loss=loss,
-        loss_of_output=lambda f: softplus(-beta * f + signs * offsets),
-        invalid=[with_column(batch, *some) for some in invalid],
-    )
+    wrong = [with_column(batch, *some) for some in invalid]
+    of_output = lambda f: softplus(-beta * f + signs * offsets)  # noqa: E731
+    return ModelOutputCase(task, prepared(LanguageModel()), batch, loss, of_output, wrong)
 
 
-def dpo_case(more: str = "") -> ModelOutputCase:
-    wrong: list[Any] = [
-        ("ref_chosen_logps", (1,), torch.nan),
-        ("ref_rejected_logps", (2,), -torch.inf),
-        ("chosen_labels", (3,), V),
-        ("rejected_labels", (0,), IGNORED),
-    ]
-    wrong += [("preferred", (3,), 2)] * ("preferred" in more) + [("margin", (1,), torch.inf)] * (
-        "margin" in more
-    )
-    return preference_case(
-        tasks.DPOModelOutput(beta=0.7), preference_columns(), beta=0.7, more=more, invalid=wrong
-    )
+def dpo_case(more=""):
+    wrong = [("ref_chosen_logps", (1,), torch.nan), ("ref_rejected_logps", (2,), -torch.inf)]
+    wrong += [("chosen_labels", (3,), V), ("rejected_labels", (0,), IGNORED)]
+    wrong += [some for some in (("preferred", (3,), 2), ("margin", (1,), torch.inf)) if some[0] in more]
+    task = tasks.DPOModelOutput(beta=0.7)
+    return preference_case(task, preference_columns(), beta=0.7, more=more, invalid=wrong)
 
 
-def difference_case() -> ModelOutputCase:
+def difference_case():
     batch = {name: part for name, part in preference_columns().items() if not name.startswith("ref_")}
-    return preference_case(
-        tasks.AnswerDifferenceModelOutput(), batch, invalid=[("rejected_labels", (0,), IGNORED)]
-    )
+    wrong = [("rejected_labels", (0,), IGNORED)]
+    return preference_case(tasks.AnswerDifferenceModelOutput(), batch, invalid=wrong)
 
 
-def reward_case(*, more: bool) -> ModelOutputCase:
+def reward_case(*, more):
     """With more: columns without a prefix are inputs of both answers, those with one of their own answer."""
     ids = randint(V, (B, T), 32), randint(V, (B, T - 2), 33)
     batch = {"chosen_input_ids": ids[0], "rejected_input_ids": ids[1]}
@@ -150,21 +134,16 @@ def reward_case(*, more: bool) -> ModelOutputCase:
         batch |= {"chosen_weights": randn(B, T, seed=4)}
     scale, weights = batch.get("scale", 1.0), batch.get("chosen_weights")
 
-    def loss(model: nn.Module, _: Any) -> Tensor:
+    def loss(model, _):
         gaps = model(ids[0], scale, weights).reshape(B) - model(ids[1], scale).reshape(B) - offsets
         return -torch.log(torch.sigmoid(signs * gaps))
 
-    return ModelOutputCase(
-        task=tasks.RewardModelOutput(),
-        model=prepared(RewardModel(column=not more)),
-        batch=batch,
-        loss=loss,
-        loss_of_output=lambda f: softplus(-f + signs * offsets),
-        invalid=[({**batch, "margin": torch.tensor([0.0, 0.0, torch.nan, 0.0])}, 2)],
-    )
+    wrong = [({**batch, "margin": torch.tensor([0.0, 0.0, torch.nan, 0.0])}, 2)]
+    model, of_output = prepared(RewardModel(column=not more)), lambda f: softplus(-f + signs * offsets)
+    return ModelOutputCase(tasks.RewardModelOutput(), model, batch, loss, of_output, wrong)
 
 
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES = {
     "reinforce": {},
     "ratio": {},
     "clipped": {"clip": (0.2, 0.3)},
@@ -173,7 +152,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def policy_case(kind: str) -> ModelOutputCase:
+def policy_case(kind):
     """The old policy is not far, so that some ratios are clipped and others are not."""
     options = POLICIES[kind]
     ids = randint(V, (B, T), 34)
@@ -196,7 +175,7 @@ def policy_case(kind: str) -> ModelOutputCase:
     batch |= {"ref_logps": ref} if "kl_weight" in options else {}
     low, high = options["clip"] if isinstance(options.get("clip"), tuple) else (0.2, 0.2)
 
-    def token_loss(log_p: Tensor, i: int, t: int) -> Tensor:
+    def token_loss(log_p, i, t):
         a = per_token[i, t]
         if kind == "reinforce":
             return -a * log_p
@@ -210,7 +189,7 @@ def policy_case(kind: str) -> ModelOutputCase:
             gain = gain - 0.3 * (r - torch.log(r) - 1) * (ratio if "kl_correction" in options else 1)
         return -gain
 
-    def loss(model: nn.Module, _: Any) -> Tensor:
+    def loss(model, _):
         losses = []
         for i, row in enumerate(labels.tolist()):
             log_p = torch.log(torch.softmax(model(ids)["logits"][i] / options.get("temperature", 1.0), -1))
@@ -218,32 +197,22 @@ def policy_case(kind: str) -> ModelOutputCase:
             losses.append(sum(terms) / (len(terms) if "reduction" in options else 1))
         return torch.stack(losses)
 
-    wrong: list[Any] = [
-        ("advantages", (0, 3) if kind == "grpo" else (0,), torch.inf),
-        ("labels", (2,), IGNORED),
-        ("labels", (2, 5), V),
-        ("old_logps", (1, 3), torch.nan),
-        ("ref_logps", (3, 4), -torch.inf),
-    ]
-    return ModelOutputCase(
-        task=tasks.PolicyGradientModelOutput(**options),
-        model=model,
-        batch=batch,
-        loss=loss,
-        loss_of_output=torch.neg,
-        invalid=[with_column(batch, *some) for some in wrong if some[0] in batch],
-    )
+    wrong = [("advantages", (0, 3) if kind == "grpo" else (0,), torch.inf), ("labels", (2,), IGNORED)]
+    wrong += [("labels", (2, 5), V), ("old_logps", (1, 3), torch.nan), ("ref_logps", (3, 4), -torch.inf)]
+    invalid = [with_column(batch, *some) for some in wrong if some[0] in batch]
+    task = tasks.PolicyGradientModelOutput(**options)
+    return ModelOutputCase(task, model, batch, loss, torch.neg, invalid)
 
 
-def seen_by(model: nn.Module, task: Any, batch: Any) -> list[tuple[Tensor, Tensor]]:
+def seen_by(model, task, batch):
     """The noisy samples and the timesteps that a task passes to a denoiser, for each draw."""
-    seen: list[Any] = []
+    seen = []
     with model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:2])):
         task.evaluate(tasks.ModelCall(model), batch)
     return seen
 
 
-def signal_levels(schedule: str | list[float]) -> Tensor:
+def signal_levels(schedule):
     """Products of 1 - beta over ten steps, by the formulas of the papers."""
     if not isinstance(schedule, str):
         return torch.tensor(schedule, dtype=torch.float64)
@@ -259,7 +228,7 @@ def diffusion_case(prediction, *, schedule="linear", draws=1, given=False, form=
     samples, seeds = randn(B, D, seed=36), torch.tensor([3, 2**62 + 5, -7, 0])
     shift, times = randn(B, 4, seed=37), randint(10, (B, draws), 38)
     levels = signal_levels(schedule)
-    batch: Any = {"sample": samples, "seed": seeds, "shift": shift}
+    batch = {"sample": samples, "seed": seeds, "shift": shift}
     if given:
         batch["timestep"] = times[:, 0] if draws == 1 else times
     if form == "tuple":
@@ -269,7 +238,7 @@ def diffusion_case(prediction, *, schedule="linear", draws=1, given=False, form=
     model = prepared(Denoiser())
     seen = seen_by(model, task, batch)
 
-    def loss(model: nn.Module, _: Any) -> Tensor:
+    def loss(model, _):
         losses = []
         for i in range(B):
             total = torch.zeros(())
@@ -284,33 +253,27 @@ def diffusion_case(prediction, *, schedule="linear", draws=1, given=False, form=
         return torch.stack(losses)
 
     wrong = [with_column(batch, "timestep", (2,) if draws == 1 else (2, 1), 10)] if given else []
-    return ModelOutputCase(
-        task=task, model=model, batch=batch, loss=loss, loss_of_output=torch.neg, invalid=wrong
-    )
+    return ModelOutputCase(task, model, batch, loss, torch.neg, wrong)
 
 
-def contrastive_case(pooling: str, similarity: str, *, labelled: bool = False) -> ModelOutputCase:
+def contrastive_case(pooling, similarity, *, labelled=False):
     """Two negatives; texts are padded on the right."""
     temperature = 0.5
     query, positive, negatives = randint(V, (B, T), 39), randint(V, (B, 4), 40), randint(V, (B, 2, 3), 41)
     mask = torch.ones_like(positive)
     mask[1, 2:] = 0
-    batch = {
-        "query_input_ids": query,
-        "positive_input_ids": positive,
-        "positive_attention_mask": mask,
-        "negative_input_ids": negatives,
-    }
+    batch = {"query_input_ids": query, "positive_input_ids": positive, "positive_attention_mask": mask}
+    batch["negative_input_ids"] = negatives
     wanted = [0, 2, 1, 0] if labelled else [0] * B
     if labelled:
         batch["labels"] = torch.tensor(wanted)
 
-    def embedded(model: nn.Module, ids: Tensor, length: int) -> Tensor:
+    def embedded(model, ids, length):
         states = model(ids[None])["last_hidden_state"][0, :length]
         found = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling]
         return found / found.norm() if similarity == "cosine" else found
 
-    def loss(model: nn.Module, _: Any) -> Tensor:
+    def loss(model, _):
         losses = []
         for i in range(B):
             u = embedded(model, query[i], T)
@@ -320,17 +283,12 @@ def contrastive_case(pooling: str, similarity: str, *, labelled: bool = False) -
             losses.append(-torch.log(torch.softmax(logits, 0)[wanted[i]]))
         return torch.stack(losses)
 
-    return ModelOutputCase(
-        task=tasks.ContrastiveModelOutput(temperature=temperature, similarity=similarity, pooling=pooling),
-        model=prepared(TokenEncoder()),
-        batch=batch,
-        loss=loss,
-        loss_of_output=lambda f: softplus(-f),
-        invalid=[with_column(batch, "labels", (2,), 3)] if labelled else [],
-    )
+    task = tasks.ContrastiveModelOutput(temperature=temperature, similarity=similarity, pooling=pooling)
+    wrong = [with_column(batch, "labels", (2,), 3)] if labelled else []
+    return ModelOutputCase(task, prepared(TokenEncoder()), batch, loss, lambda f: softplus(-f), wrong)
 
 
-POST_TRAINING: dict[str, Callable[[], ModelOutputCase]] = {
+POST_TRAINING = {
     **POSITIONS,
     "dpo-plain": dpo_case,
     "dpo-preferred": lambda: dpo_case("preferred"),
@@ -342,15 +300,11 @@ POST_TRAINING: dict[str, Callable[[], ModelOutputCase]] = {
     "diffusion-epsilon": lambda: diffusion_case("epsilon"),
     "diffusion-sample": lambda: diffusion_case("sample", form="tuple"),
     "diffusion-cosine": lambda: diffusion_case("epsilon", schedule="cosine"),
-    "diffusion-v_prediction": lambda: diffusion_case(
-        "v_prediction", schedule="scaled_linear", draws=2, given=True
-    ),
-    "diffusion-timestep": lambda: diffusion_case(
-        "epsilon", schedule=[0.99 - 0.05 * step for step in range(10)], given=True
-    ),
+    "diffusion-v_prediction": partial(diffusion_case, "v_prediction", schedule="scaled_linear", draws=2, given=True),
+    "diffusion-timestep": partial(diffusion_case, "epsilon", schedule=[0.99 - 0.05 * t for t in range(10)], given=True),
     "contrastive-mean": lambda: contrastive_case("mean", "cosine"),
     "contrastive-first": lambda: contrastive_case("first", "dot"),
     "contrastive-last": lambda: contrastive_case("last", "cosine", labelled=True),
-}
+}  # fmt: skip
 """By task name and variant."""
 BY_NAME = {**BUILDERS, **POST_TRAINING}

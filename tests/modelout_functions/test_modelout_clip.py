@@ -87,11 +87,8 @@ def test_get_embeddings_is_set_embeddings_of_the_models_features():
     image, text, _ = plain(IMAGES, TEXTS)
     expected, task = CLIPModelOutput(simulated_batch_size=3), CLIPModelOutput(simulated_batch_size=3)
     expected.set_embeddings(image[:5].detach(), text[:5].detach())
-
-    task.get_embeddings(
-        model, loader, batch_size=4, size=5, embedding_dim=3, preprocess_fn_img=lambda images: images - 1
-    )
-
+    settings = {"batch_size": 4, "size": 5, "embedding_dim": 3}
+    task.get_embeddings(model, loader, preprocess_fn_img=lambda images: images - 1, **settings)
     found = evaluate(task, plain)
     torch.testing.assert_close([*found], [*evaluate(expected, plain)], rtol=1e-12, atol=1e-14)
     assert modes(model) == modes(in_mixed_modes(prepared(PairModel())))
@@ -105,9 +102,7 @@ def test_prepare_embeds_the_pairs_with_the_weights_of_each_checkpoint(seed):
     before = task.state_digest()
     model, expected = prepared(PairModel(), seed=seed), CLIPModelOutput(simulated_batch_size=3)
     expected.get_embeddings(model, PAIRS)
-
     task.prepare(in_mixed_modes(model))
-
     assert task.state_digest() == expected.state_digest() != before
     assert torch.equal(evaluate(task, model).output, evaluate(expected, model).output)
     assert modes(model) == modes(in_mixed_modes(prepared(PairModel())))

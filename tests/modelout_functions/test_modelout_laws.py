@@ -10,46 +10,40 @@ from post_training_cases import BY_NAME
 
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import MODEL_OUTPUTS, ModelCall
-from trak_lite.testing import ModelOutputCase, ModelOutputTests
+from trak_lite.testing import ModelOutputTests
 
 
 class TestBuiltInModelOutputs(ModelOutputTests):
     @pytest.fixture(params=sorted(BY_NAME))
-    def case(self, request: pytest.FixtureRequest) -> ModelOutputCase:
+    def case(self, request):
         return BY_NAME[request.param]()
 
-    def test_output_gradient_passes_gradcheck(self, case: ModelOutputCase) -> None:
+    def test_output_gradient_passes_gradcheck(self, case):
         """Stands here because the standard tier takes some of the cases only."""
         super().test_output_gradient_passes_gradcheck(case)
 
-    def test_the_hook_computer_gives_the_gradients_of_the_plain_loss(self, case: ModelOutputCase) -> None:
+    def test_the_hook_computer_gives_the_gradients_of_the_plain_loss(self, case):
         """Row by row, times minus q."""
         computer = HookGradientComputer(case.model, case.task)
         check_gradients(computer, case.batch, -case.loss(case.model, case.batch), rtol=1e-9, atol=1e-12)
 
-    def test_a_task_made_again_from_its_settings_is_the_same(self, case: ModelOutputCase) -> None:
+    def test_a_task_made_again_from_its_settings_is_the_same(self, case):
         """As a store makes its task again."""
         task = case.task
         if task.name in ("", "callable", "clip"):
             pytest.skip("a function has no settings, and CLIP's negatives are no setting")
-
         again = type(task)(**task.settings())
-
         assert identity_of(again) == identity_of(task)
-        for one, other in zip(
-            again.evaluate(ModelCall(case.model), case.batch),
-            task.evaluate(ModelCall(case.model), case.batch),
-            strict=True,
-        ):
-            assert torch.equal(one, other)
+        terms = (one.evaluate(ModelCall(case.model), case.batch) for one in (again, task))
+        assert all(map(torch.equal, *terms))
 
 
-def test_every_registered_task_has_a_case() -> None:
+def test_every_registered_task_has_a_case():
     assert {name.split("-")[0] for name in BY_NAME} == {*MODEL_OUTPUTS, "callable"}
     for name, build in BY_NAME.items():
         assert name == "callable" or type(build().task) is MODEL_OUTPUTS[name.split("-")[0]]
 
 
-def test_the_kit_asks_for_a_case() -> None:
+def test_the_kit_asks_for_a_case():
     with pytest.raises(NotImplementedError, match="must define make_case"):
         ModelOutputTests().make_case()

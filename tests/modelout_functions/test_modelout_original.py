@@ -15,7 +15,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 class PlainText(nn.Module):
     """The original takes a model that answers with a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = cases.prepared(cases.TextModel())
 
@@ -44,14 +44,11 @@ def test_both_methods_and_gradients_agree_with_the_original(name, make, temperat
     model, batch = make()
     given = model, *state(model)
     ours, theirs = (getattr(package, name)(temperature) for package in (tasks, original))
-
     for sample in zip(*batch, strict=True):
-        torch.testing.assert_close(
-            ours.get_output(*given, *sample), theirs.get_output(*given, *sample), **EXACT
-        )
-    torch.testing.assert_close(
-        ours.get_out_to_loss_grad(*given, batch), theirs.get_out_to_loss_grad(*given, batch), **EXACT
-    )
+        found, expected = (task.get_output(*given, *sample) for task in (ours, theirs))
+        torch.testing.assert_close(found, expected, **EXACT)
+    found, expected = (task.get_out_to_loss_grad(*given, batch) for task in (ours, theirs))
+    torch.testing.assert_close(found, expected, **EXACT)
     axes = (None, None, None, *([0] * len(batch)))
     found, expected = (
         vmap(grad(task.get_output, argnums=1), in_dims=axes)(*given, *batch) for task in (ours, theirs)
@@ -65,10 +62,8 @@ def test_the_iterative_variant_takes_a_batch(weights):
     given = model, *((None, None) if weights == "none" else state(model))
     ours, theirs = (package.IterativeImageClassificationModelOutput() for package in (tasks, original))
     for arguments, name in ((batch, "get_output"), ([batch], "get_out_to_loss_grad")):
-        found, expected = (
-            getattr(ours, name)(*given, *arguments),
-            getattr(theirs, name)(model, None, None, *arguments),
-        )
+        found = getattr(ours, name)(*given, *arguments)
+        expected = getattr(theirs, name)(model, None, None, *arguments)
         torch.testing.assert_close(found, expected, **EXACT)
 
 
@@ -92,10 +87,8 @@ class Derived(tasks.ImageClassificationModelOutput):
 def test_a_subclass_has_the_methods_that_it_overrides_and_the_contract_of_its_base():
     model, (inputs, labels) = images()
     logits, rows = model(inputs).detach(), torch.arange(cases.B)
-    changed, derived, plain = (
-        task.evaluate(tasks.ModelCall(model), (inputs, labels))
-        for task in (Changed(), Derived(), tasks.ImageClassificationModelOutput())
-    )
+    kinds, call = (Changed, Derived, tasks.ImageClassificationModelOutput), tasks.ModelCall(model)
+    changed, derived, plain = (kind().evaluate(call, (inputs, labels)) for kind in kinds)
     torch.testing.assert_close(changed.output.detach(), logits[rows, labels])
     torch.testing.assert_close(changed.out_to_loss_grad, 1 - logits.softmax(-1)[rows, labels])
     assert not changed.loss_curvature.any()

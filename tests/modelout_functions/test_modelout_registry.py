@@ -12,8 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,8 +58,6 @@ def test_a_task_has_no_state_and_nothing_to_prepare_by_default():
 
 
 # ---- what a store notes
-
-
 def stored_task(task, path):
     attributor = Attributor(nn.Linear(2, 2), task, path, proj_dim=4, progress=False)
     attributor.featurize(TensorDataset(torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)))
@@ -74,11 +70,8 @@ def powered(model_call, batch, power=2, *, weights=None, **held):
 
 
 def test_a_store_notes_names_settings_and_values_of_its_task_in_few_words(tmp_path):
-    assert stored_task("image_classification", tmp_path / "a.zarr") == {
-        "name": "image_classification",
-        "version": 1,
-        "settings": {"temperature": 1.0},
-    }
+    noted = {"name": "image_classification", "version": 1, "settings": {"temperature": 1.0}}
+    assert stored_task("image_classification", tmp_path / "a.zarr") == noted
     noted = stored_task(powered, tmp_path / "b.zarr")["function"]
     assert noted["callable"] == "test_modelout_registry.powered"
     assert noted["values"] == {"power": 2, "weights": None}
@@ -111,8 +104,6 @@ def test_classes_that_have_moved_have_the_names_that_stores_have(tmp_path):
 
 
 # ---- tasks and values that are told from each other
-
-
 def from_text(text, name):
     """Define something without source, as at a prompt."""
     scope = {"AbstractModelOutput": tasks.AbstractModelOutput, "__name__": "prompt"}
@@ -212,7 +203,7 @@ SETTINGS = {
     "dense_classification": [{"class_axis": -1}, {"ignore_index": 255}, {"upsample": True}],
     "sequence_to_sequence": [{"pad_token_id": 0}],
 }  # fmt: skip
-CARRIERS: dict[str, Callable[[Any], Any]] = {
+CARRIERS = {
     "closure": scaled,
     "keyword": lambda value: functools.partial(powered, weights=value),
     "argument": lambda value: functools.partial(powered, value),
@@ -223,7 +214,7 @@ CARRIERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def different_tasks() -> list[Any]:
+def different_tasks():
     """Classes and functions by source, code, bases, members, closures, defaults and attributes; settings."""
     named = [(tasks.MODEL_OUTPUTS[name], some) for name, some in SETTINGS.items()]
     return [
@@ -243,8 +234,7 @@ def different_tasks() -> list[Any]:
     ]  # fmt: skip
 
 
-def different_values() -> list[Any]:
-    """Values by type, content, dtype, shape and order."""
+def different_values():
     return [
         None, True, 1, 1.0, float("inf"), float("nan"), "nan", 0.0, -0.0, 1j, 2j, b"a", b"b", range(2), range(3),
         [1, 2], (1, 2), [[[[[[1]]]]]], [[[[[[2]]]]]], {1: 0}, {"1": 0}, {"a": 1, "b": 2}, {"b": 2, "a": 1},
@@ -269,11 +259,8 @@ def different_values() -> list[Any]:
 
 @pytest.mark.parametrize("carrier", ["as a task", *CARRIERS])
 def test_the_same_made_twice_is_one_task_and_all_others_are_others(carrier):
-    carried, values = (
-        (lambda task: task, different_tasks)
-        if carrier == "as a task"
-        else (CARRIERS[carrier], different_values)
-    )
+    carried = CARRIERS.get(carrier, lambda task: task)
+    values = different_values if carrier in CARRIERS else different_tasks
     found, again = ([json.dumps(identity_of(carried(value))) for value in values()] for _ in range(2))
     made = collections.defaultdict(list)
     for value, identity, second in zip(values(), found, again, strict=True):
@@ -288,7 +275,6 @@ def test_a_variable_that_has_no_value_yet_is_told_from_its_value():
 
     before = identity_of(output)
     later = 1
-
     assert before != identity_of(output)
     assert later == 1
 
@@ -311,16 +297,10 @@ def test_identities_are_the_same_in_another_process():
         "held = [Held(), Held().output, lambda: Held, frozenset({'a', 'b', 'c'}), torch.ones(2), object()]\n"
         "print(identity_of(functools.partial(scope['f'], *held)))\n"
     )
+    command, paths = [sys.executable, "-c", program], {"PYTHONPATH": ":".join(sys.path)}
     settings = {"capture_output": True, "text": True, "check": True}
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            **settings,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1
+    runs = (subprocess.run(command, env={"PYTHONHASHSEED": seed, **paths}, **settings) for seed in "12")
+    assert len({run.stdout for run in runs}) == 1
 
 
 LOCK, NO_VALUES = threading.Lock(), "captures factor, a torch.Tensor.*no plain values"
@@ -344,9 +324,8 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), 1)
     ],
 )
 def test_what_cannot_be_described_is_refused_by_its_name(function, message):
-    with pytest.raises(
-        InvalidInputError, match=message + r".*AbstractModelOutput, and return .*settings\(\)"
-    ):
+    advice = r".*AbstractModelOutput, and return .*settings\(\)"
+    with pytest.raises(InvalidInputError, match=message + advice):
         identity_of(function)
 
 

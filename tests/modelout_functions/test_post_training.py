@@ -30,9 +30,7 @@ def test_labels_are_drawn_as_often_as_the_loss_says(name, row):
     case, count = POST_TRAINING[name](), 2000
     call = tasks.ModelCall(case.model)
     column, usual = ("labels", 0) if "contrastive" in name else ("preferred", 1)
-
     drawn = case.task.sample_labels(call, *repeated(case.batch, row, count))
-
     own = float(case.batch[column][row]) if column in case.batch else usual
     likelihood = float(torch.exp(-case.loss(case.model, case.batch)[row].detach()))
     assert float((drawn[column] == own).double().mean()) == pytest.approx(likelihood, abs=2 / count)
@@ -77,9 +75,7 @@ def test_the_fisher_information_of_a_policy_has_no_advantages():
     case = POST_TRAINING["policy_gradient-grpo"]()
     call = tasks.ModelCall(case.model)
     drawn = case.task.sample_labels(call, case.batch, lambda shape: torch.full((B, *shape), 0.3))
-
     found = case.task.log_likelihood().evaluate(call, drawn).output
-
     plain = {key: drawn[key] for key in ("input_ids", "labels")}
     expected = tasks.CausalLanguageModelingModelOutput().evaluate(call, plain).output
     torch.testing.assert_close(found, expected)
@@ -103,9 +99,7 @@ def test_reference_columns_are_log_probabilities_under_the_reference():
     model.train()
     rows = {name: column for name, column in columns.items() if not name.startswith("ref_")}
     batches = [{name: column[part] for name, column in rows.items()} for part in (slice(0, 3), slice(3, B))]
-
     found = tasks.reference_columns(model, batches)
-
     for side in ("chosen", "rejected"):
         pairs = zip(columns[f"{side}_input_ids"], columns[f"{side}_labels"], strict=True)
         expected = torch.stack([answer_log_prob(model, *pair) for pair in pairs]).detach()
@@ -117,19 +111,11 @@ def test_reference_columns_are_log_probabilities_under_the_reference():
     torch.testing.assert_close(at_reference.out_to_loss_grad, torch.full((B,), 0.05).double())
 
 
-class BatchRows(torch.utils.data.Dataset):
+def rows_of(batch):
     """The rows of a batch, and the first one again."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def __len__(self):
-        return B + 1
-
-    def __getitem__(self, row):
-        if isinstance(self.batch, tuple):
-            return tuple(part[row % B] for part in self.batch)
-        return {name: part[row % B] for name, part in self.batch.items()}
+    if isinstance(batch, tuple):
+        return [tuple(part[row % B] for part in batch) for row in range(B + 1)]
+    return [{name: part[row % B] for name, part in batch.items()} for row in range(B + 1)]
 
 
 NAMES = [name for name in POST_TRAINING if name != "diffusion-sample"]  # no labels are drawn for tuples
@@ -143,7 +129,7 @@ def test_rows_are_scored_from_end_to_end(name, method):
     """A row helps itself, and twice the same row has the same scores."""
     case = POST_TRAINING[name]()
     attributor = Attributor(case.model, case.task, None, proj_dim=32, method=method, progress=False)
-    rows = BatchRows(case.batch)
+    rows = rows_of(case.batch)
     attributor.featurize(rows)
     scores = attributor.score(rows).numpy()
     assert (scores.diagonal() > 0).all()

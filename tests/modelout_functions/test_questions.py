@@ -1,16 +1,12 @@
 """Questions as targets: other outputs of the model, single or grouped, against plain gradients in float64."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import modelout_cases as cases
 import numpy as np
 import pytest
 import torch
 from modelout_cases import B, T, V, check_gradients, gradients_of, identity_of, prepared, randint, randn
 from reference import margin
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
@@ -30,31 +26,31 @@ EXACT = {"projector": "none", "dtype": "float32", "layout": "joint", "method": G
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
-def classifier() -> nn.Module:
+def classifier():
     return prepared(nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, C)))
 
 
-def data(count: int, seed: int) -> TensorDataset:
+def data(count, seed):
     return TensorDataset(randn(count, D, seed=seed), randint(C, (count,), seed + 1))
 
 
 TRAIN, TARGETS = data(N, 1), data(M, 3)
 
 
-def gap(model_call: Any, batch: Any) -> Tensor:
+def gap(model_call, batch):
     logits = model_call(batch[0])
     return logits[:, 0] - 2 * logits[:, 1]
 
 
-def third(model_call: Any, batch: Any) -> Tensor:
+def third(model_call, batch):
     return model_call(batch[0])[:, 2]
 
 
-def neuron() -> ActivationModelOutput:
+def neuron():
     return ActivationModelOutput("1", torch.eye(5)[2])
 
 
-def asking(**questions: Any) -> QuestionsModelOutput:
+def asking(**questions):
     return QuestionsModelOutput("image_classification", {"gap": gap, **questions})
 
 
@@ -65,12 +61,12 @@ def featurized(task="image_classification", path=None, model=None, **settings):
     return attributor
 
 
-def flat_gradient(value: Tensor, model: nn.Module) -> np.ndarray:
+def flat_gradient(value, model):
     return torch.cat(list(gradients_of(value, model).values())).numpy()
 
 
 @pytest.fixture(scope="module")
-def plain() -> dict[str, np.ndarray]:
+def plain():
     """Minus the loss gradients of the train rows, and gradients of the gap and of the margin for the targets."""
     model = classifier()
     loss = nn.functional.cross_entropy
@@ -81,14 +77,12 @@ def plain() -> dict[str, np.ndarray]:
     }
 
 
-def test_a_question_or_a_task_of_targets_gives_products_with_its_gradients(plain: Any) -> None:
+def test_a_question_or_a_task_of_targets_gives_products_with_its_gradients(plain):
     products, attributor = plain["rows"] @ plain["gap"].T, featurized(asking(), **EXACT)
     asked = attributor.score(asking().ask("gap", TARGETS), name="asked")
-
     attributor = featurized(**EXACT)
     given = attributor.score(Rows(TARGETS, batch_size=4), name="gap", task=gap)
     streamed = attributor.stream_scores(TRAIN, TARGETS, method=GradDot(), task=gap)
-
     for scores in (asked, given, streamed):
         np.testing.assert_allclose(scores.numpy(), products, **CLOSE)
     mean = attributor.score(TARGETS, name="gap", task=gap, method=Mean(GradDot(), GradDot())).numpy()
@@ -98,18 +92,16 @@ def test_a_question_or_a_task_of_targets_gives_products_with_its_gradients(plain
     np.testing.assert_allclose(margins, plain["rows"] @ plain["margin"].T, **CLOSE)
 
 
-def test_a_group_is_one_target_for_every_method(plain: Any) -> None:
+def test_a_group_is_one_target_for_every_method(plain):
     """A sum of targets for inner products, the cosine of the summed gradient for cosines."""
     task, groups = asking(), ["b", "a", "b", "b", "c", "a"]
     attributor, rows = featurized(task, **EXACT), plain["rows"]
     means = np.stack([plain["gap"][members].mean(0) for members in ([0, 2, 3], [1, 5], [4])])
-
     grouped = task.ask("gap", Rows(TARGETS, batch_size=2), groups=groups)
     product = attributor.score(grouped, name="grouped").numpy()
     cosine = attributor.score(grouped, name="grouped", method=GradCos(layout="joint")).numpy()
     sums = task.ask("gap", TARGETS, groups=groups, reduction="sum")
     whole = task.ask("", TARGETS, groups=[0] * M, reduction="sum")
-
     np.testing.assert_allclose(product, rows @ means.T, **CLOSE)
     unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in (rows, means)]
     np.testing.assert_allclose(cosine, unit[0] @ unit[1].T, **CLOSE)
@@ -119,15 +111,13 @@ def test_a_group_is_one_target_for_every_method(plain: Any) -> None:
     np.testing.assert_allclose(own[:, 0], rows @ plain["margin"].sum(0), **CLOSE)
 
 
-def test_questions_use_the_stored_rows_of_the_task(tmp_path: Any) -> None:
+def test_questions_use_the_stored_rows_of_the_task(tmp_path):
     model, path, task = classifier(), tmp_path / "rows.zarr", asking(neuron=neuron())
     before = featurized(path=path, model=model).score(TARGETS, name="plain").numpy()
     attributor = Attributor(model, task, path, proj_dim=8, progress=False)
-
     assert attributor.featurize(TRAIN).rows_written == 0
     first = attributor.score(task.ask("gap", TARGETS), name="gap").numpy()
     other = attributor.score(task.ask("neuron", TARGETS), name="neuron").numpy()
-
     assert not np.allclose(first, other)
     again = Attributor.open(path, model, task)
     assert again.score(task.ask("gap", TARGETS), name="gap").numpy().tobytes() == first.tobytes()
@@ -139,7 +129,7 @@ def test_questions_use_the_stored_rows_of_the_task(tmp_path: Any) -> None:
     assert without.score(TARGETS, name="plain").numpy().tobytes() == before.tobytes()
 
 
-def test_scores_of_different_tasks_do_not_mix(tmp_path: Any) -> None:
+def test_scores_of_different_tasks_do_not_mix(tmp_path):
     model, path = classifier(), tmp_path / "rows.zarr"
     asked = featurized(path=path, model=model).score(TARGETS, name="gap", task=gap)
     first = asked.numpy().tobytes()
@@ -174,14 +164,12 @@ def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(targets, monke
     assert shown.get("task") == ("custom" if isinstance(targets, dict) else None)
 
 
-def test_the_task_of_the_train_rows_is_no_other_task() -> None:
+def test_the_task_of_the_train_rows_is_no_other_task():
     attributor, task = featurized(), asking()
     own = attributor.score(TARGETS, name="t").numpy()
-
     given = attributor.score(TARGETS, name="t", task="image_classification").numpy()
     grouped = attributor.score(task.ask("gap", TARGETS, groups=[0] * M), name="g", task=task).numpy()
     single = attributor.score(TARGETS, name="s", task=gap).numpy()
-
     assert given.tobytes() == own.tobytes()
     assert grouped.shape == (N, 1)
     np.testing.assert_allclose(grouped[:, 0], single.mean(1), rtol=2e-2, atol=2e-3 * abs(single).max())
@@ -191,12 +179,12 @@ def test_the_task_of_the_train_rows_is_no_other_task() -> None:
         attributor.score(TARGETS, task="image_clasification")
 
 
-def test_verify_compares_with_the_output_that_was_asked() -> None:
+def test_verify_compares_with_the_output_that_was_asked():
     train = data(30, 1)
     attributor = Attributor(nn.Linear(D, C).double(), "image_classification", None, projector="none")
     attributor.featurize(train)
 
-    def train_fn(rows: np.ndarray, seed: int) -> nn.Module:
+    def train_fn(rows, seed):
         made = nn.Linear(D, C).double()
         with torch.no_grad():
             made.weight.fill_(0.0)
@@ -206,7 +194,6 @@ def test_verify_compares_with_the_output_that_was_asked() -> None:
         return made
 
     verdict = verify(attributor.score(TARGETS, task=gap), train_fn, TARGETS, budget=6)
-
     found = attributor.scores(task=gap).predictions
     assert (verdict.num_subsets, found is None) == (6, False)
     models = [train_fn(np.flatnonzero(mask), 0) for mask in subset_masks(30, 6)]
@@ -216,7 +203,7 @@ def test_verify_compares_with_the_output_that_was_asked() -> None:
         verify(attributor.scores(), train_fn, TARGETS, budget=6)
 
 
-def test_rows_by_name_index_and_loader_are_asked_the_same() -> None:
+def test_rows_by_name_index_and_loader_are_asked_the_same():
     """A name does not hide another question."""
     task = asking(neuron=neuron())
     attributor = featurized(task)
@@ -231,23 +218,23 @@ def test_rows_by_name_index_and_loader_are_asked_the_same() -> None:
 
 
 class Pair(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 5)
 
-    def forward(self, states: Tensor) -> tuple[Tensor, None]:
+    def forward(self, states):
         return torch.tanh(self.layer(states)), None
 
 
 class Tower(nn.Module):
     """States of tokens, after a layer that returns a tuple."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.block, self.head = nn.Embedding(V, 4), Pair(), nn.Linear(5, V)
         self.unused = nn.Identity()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids, attention_mask=None):
         return self.head(self.block(self.embed(input_ids))[0])
 
 
@@ -260,25 +247,21 @@ def test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop(positi
     mask[2, :2] = 0
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     task = ActivationModelOutput("block", direction, position=position)
-
     expected = []
     for i in range(B):
         along = torch.tanh(model.block.layer(model.embed(ids[i]))) @ direction
         kept = along[mask[i] == 1]
         named = {"mean": kept.mean(), "sum": kept.sum(), "first": kept[0], "last": kept[-1]}
         expected.append(named[position] if isinstance(position, str) else along[position])
-
     torch.testing.assert_close(task.evaluate(ModelCall(model), batch).output, torch.stack(expected))
     check_gradients(computer(model, task), batch, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as_they_are() -> None:
+def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as_they_are():
     model = prepared(nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 2)))
     images, direction = randn(B, 1, 4, 4, seed=62), randn(3, seed=63)
     task = ActivationModelOutput("1", direction, channels_first=True)
-
     expected = torch.einsum("bchw,c->bhw", torch.tanh(model[0](images)), direction).mean((1, 2))
-
     for batch in ((images, torch.zeros(B)), images):
         torch.testing.assert_close(task.evaluate(ModelCall(model), batch).output, expected)
     model, x = classifier(), randn(B, D, seed=64)
@@ -286,7 +269,7 @@ def test_channels_of_convolutions_are_axis_one_and_states_of_samples_are_used_as
     torch.testing.assert_close(found, model[0](x)[:, 1])
 
 
-def test_a_direction_is_part_of_the_identity_and_cannot_change() -> None:
+def test_a_direction_is_part_of_the_identity_and_cannot_change():
     direction = torch.ones(3)
     task = ActivationModelOutput("0", direction)
     before = identity_of(task)
@@ -296,12 +279,9 @@ def test_a_direction_is_part_of_the_identity_and_cannot_change() -> None:
     assert all(identity_of(ActivationModelOutput("0", one, **more)) != before for one, more in others)
 
 
-def test_the_rest_is_that_of_the_task() -> None:
-    multilabel, text, clip = (
-        QuestionsModelOutput(name, {"gap": gap})
-        for name in ("multilabel_classification", "causal_language_modeling", "clip")
-    )
-
+def test_the_rest_is_that_of_the_task():
+    names = "multilabel_classification", "causal_language_modeling", "clip"
+    multilabel, text, clip = (QuestionsModelOutput(name, {"gap": gap}) for name in names)
     assert (multilabel.has_curvature, text.has_curvature) == (True, False)
     assert multilabel.log_likelihood().settings() == {"output": "log_prob"}
     assert (text.can_sample, clip.can_sample, clip.state_digest()) == (True, False, None)
@@ -309,7 +289,7 @@ def test_the_rest_is_that_of_the_task() -> None:
     assert attributor.method.name == "Fisher"
 
 
-def activation(module: str, size: int, position: Any = "mean") -> Any:
+def activation(module, size, position="mean"):
     model, ids = prepared(Tower()), {"input_ids": randint(V, (B, T), 1)}
     try:
         ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
@@ -317,7 +297,7 @@ def activation(module: str, size: int, position: Any = "mean") -> Any:
         assert not any(part._forward_hooks for part in model.modules())
 
 
-def asked_another() -> Any:
+def asked_another():
     other = QuestionsModelOutput("image_classification", {"gap": third})
     return featurized(asking()).score(other.ask("gap", TARGETS), name="other")
 
@@ -337,6 +317,6 @@ def asked_another() -> Any:
         (lambda: activation("unused", 5), InvalidInputError, "does not call its module 'unused'"),
     ],
 )  # fmt: skip
-def test_questions_that_do_not_fit_are_refused(call: Any, error: type[Exception], message: str) -> None:
+def test_questions_that_do_not_fit_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()

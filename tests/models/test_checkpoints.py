@@ -1,7 +1,5 @@
 """Checkpoints: every source, natural order, prefixes, versions, and refusals that leave the model as it was."""
 
-from __future__ import annotations
-
 import collections
 import json
 import pickle
@@ -43,7 +41,6 @@ def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(tmp_path,
         file.parent.mkdir(exist_ok=True)
         save_file(filled(float(step)), file)
     (tmp_path / "notes.txt").write_text("not a checkpoint")
-
     for source in (tmp_path, str(tmp_path)):
         summary, rows = load(nn.Linear(3, 2), source)
         assert [float(row[0]) for row in rows] == [2.0, 500.0, 1000.0]
@@ -55,7 +52,6 @@ def test_folders_of_files_or_of_hugging_face_are_read_in_natural_order(tmp_path,
 def test_pt_files_hold_a_state_dict_alone_or_under_a_usual_name_and_prefix(tmp_path, wrapper, prefix, values):
     state = {prefix + name: value for name, value in filled(3.0).items()}
     torch.save(state if wrapper is None else {wrapper: state, "epoch": 4}, tmp_path / "a.pt")
-
     assert values([tmp_path / "a.pt", state]) == [3.0]
 
 
@@ -70,14 +66,12 @@ class Wrapper(nn.Module):
 
 def test_a_wrapped_model_takes_plain_names_and_its_own(load):
     model = nn.Sequential(collections.OrderedDict(module=nn.Linear(3, 2)))
-
     assert load(model, filled(5.0))[1][0].tolist() == [5.0] * 8
     assert load(Wrapper(1.0), Wrapper(4.0).state_dict())[1][0][:6].tolist() == [4.0] * 6
 
 
 def test_sources_may_be_lists_generators_and_loaders(tmp_path, values):
     save_file(filled(7.0), tmp_path / "seven.safetensors")
-
     assert values([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
     assert values(filled(float(n)) for n in range(1, 4)) == [1.0, 2.0, 3.0]
     assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
@@ -96,7 +90,6 @@ def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load):
         return filled(float(number))
 
     load(model, (state(number) for number in range(3)), task=lambda call, batch: call(batch[0]).sum(1))
-
     assert list(dict.fromkeys(events)) == ["made 0", "pass", "made 1", "made 2"]
     assert [event for event in events if event != "pass"] == ["made 0", "made 1", "made 2"]
     assert all(events[events.index(f"made {number}") + 1] == "pass" for number in range(3))
@@ -105,7 +98,6 @@ def test_only_one_checkpoint_of_an_iterable_is_made_at_a_time(load):
 def test_no_source_means_the_model_as_it_is_also_between_others(load):
     model = nn.Linear(3, 2)
     own = flat(model)
-
     assert load(model, None)[1][0].tolist() == own
     assert [row.tolist() for row in load(model, [filled(3.0), None])[1]] == [[3.0] * 8, own]
     assert flat(model) == own
@@ -119,7 +111,6 @@ def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path, loa
 
     saved = tied()
     save_model(saved, str(tmp_path / "tied.safetensors"))
-
     assert load(tied(), tmp_path / "tied.safetensors")[1][0].tolist() == flat(saved)
 
 
@@ -132,7 +123,6 @@ def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load):
 
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     summary, _ = load(model, [state(), state(1), state(mean=1.0), dict(state())])
-
     assert (summary.rows_written, summary.rows_found) == (3, 1)
 
 
@@ -152,7 +142,6 @@ def shards(folder, weight_map):
 
 def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path, load):
     folder = shards(tmp_path / "checkpoint-7", {"weight": "weight.safetensors", "bias": "bias.safetensors"})
-
     for source in (tmp_path, folder, folder / "model.safetensors.index.json"):
         summary, rows = load(nn.Linear(3, 2), source)
         assert [row.tolist() for row in rows] == [[6.0] * 8]
@@ -174,9 +163,8 @@ def files(tmp_path):
     for folder in (tmp_path / "run", tmp_path / "run/checkpoint-10", tmp_path / "run/checkpoint-9"):
         folder.mkdir()
         save_file(filled(1.0), folder / "model.safetensors")
-    for number, weight_map in enumerate(
-        (None, {"weight": 3}, {}, {"weight": "../weight.safetensors"}, {"weight": "gone.safetensors"})
-    ):
+    names = {"weight": "../weight.safetensors"}, {"weight": "gone.safetensors"}
+    for number, weight_map in enumerate((None, {"weight": 3}, {}, *names)):
         shards(tmp_path / f"shards-{number}", weight_map)
     shards(tmp_path / "shards-5", {"weight": "weight.safetensors"})
     return tmp_path
@@ -211,17 +199,13 @@ def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
 ):
     model = nn.Linear(3, 2)
     before = model.weight.tolist()
-
     with pytest.raises(CheckpointError, match=message):
         load(model, files / source if isinstance(source, str) else source)
-
     assert model.weight.tolist() == before
     assert capsys.readouterr().out == ""
 
 
-# Adapters
-
-
+# ---- Adapters
 class Adapted(nn.Module):
     """A linear layer with an adapter, and a head that is trained as a whole, by the names of PEFT."""
 
@@ -244,12 +228,8 @@ def wrapped(adapted):
 
 
 def adapter_file(folder, *, without=""):
-    saved = {
-        "head.lora_A.weight": torch.full((3, 3), 2.0),
-        "head.lora_magnitude_vector": torch.full((3, 1), 3.0),
-        "head.weight": torch.full((2, 3), 4.0),
-        "head.bias": torch.full((2,), 5.0),
-    }
+    shapes = {"lora_A.weight": (3, 3), "lora_magnitude_vector": (3, 1), "weight": (2, 3), "bias": (2,)}
+    saved = {f"head.{name}": torch.full(shape, 2.0 + i) for i, (name, shape) in enumerate(shapes.items())}
     saved.pop(without, None)
     save_file(saved, folder / "adapter_model.safetensors")
     return folder
@@ -258,22 +238,14 @@ def adapter_file(folder, *, without=""):
 def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path, load):
     """The weights of a checkpoint that was loaded before do not stay below it."""
     model = wrapped(Adapted(value=1.0))
-
     _, (full, row) = load(model, [wrapped(Adapted(value=9.0)).state_dict(), adapter_file(tmp_path)])
-
     assert set(full) == {9.0}
     parts = np.split(row, np.cumsum([p.numel() for p in model.parameters()])[:-1])
     found = {name: set(part) for (name, _), part in zip(model.head.named_parameters(), parts, strict=True)}
-    assert found == {
-        "base_layer.weight": {1.0},
-        "base_layer.bias": {1.0},
-        "lora_A.default.weight": {2.0},
-        "lora_magnitude_vector.default.weight": {3.0},
-        "original_module.weight": {1.0},
-        "original_module.bias": {1.0},
-        "modules_to_save.default.weight": {4.0},
-        "modules_to_save.default.bias": {5.0},
-    }
+    own = [f"{module}.{kind}" for module in ("base_layer", "original_module") for kind in ("weight", "bias")]
+    adapter = {"lora_A.default.weight": {2.0}, "lora_magnitude_vector.default.weight": {3.0}}
+    trained = {"modules_to_save.default.weight": {4.0}, "modules_to_save.default.bias": {5.0}}
+    assert found == {name: {1.0} for name in own} | adapter | trained
 
 
 @pytest.mark.parametrize(
@@ -290,9 +262,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path, active, without, matc
         load(wrapped(Adapted(active)), adapter_file(tmp_path, without=without))
 
 
-# Entries that are no tensors
-
-
+# ---- Entries that are no tensors
 class Scaled(nn.Module):
     """Keeps a number beside its weights, in the form that ``pack`` gives it."""
 
@@ -335,9 +305,7 @@ def test_other_entries_of_state_dicts_are_loaded_compared_and_given_back(tmp_pat
     if form != "memory":
         torch.save({"model": state, "epoch": 3} if form == "wrapped" else state, tmp_path / "a.pt")
         state = tmp_path / "a.pt"
-
     summary, rows = load(model, [state, None, state], task=output)
-
     assert [float(row[-1]) for row in rows] == [2.0, 1.0]
     assert (summary.rows_written, summary.rows_found) == (2, 1)
     assert model.scale == 1.0
@@ -345,10 +313,8 @@ def test_other_entries_of_state_dicts_are_loaded_compared_and_given_back(tmp_pat
 
 def test_safetensors_have_no_other_entries_and_the_model_keeps_its_own(tmp_path, load):
     save_file(Scaled(2.0, float).linear.state_dict(prefix="linear."), tmp_path / "a.safetensors")
-
     with pytest.warns(UserWarning, match=r"has no _extra_state.*own values are used.*torch.save"):
         _, (row,) = load(Scaled(3.0, float), tmp_path / "a.safetensors", task=output)
-
     assert float(row[-1]) == 3.0
 
 
@@ -358,21 +324,17 @@ def test_other_entries_have_to_fit(change, load):
     given = scaled.state_dict()
     if change == "missing":
         del given["a._extra_state"]
-
     with pytest.raises(CheckpointError, match=rf"{change}: \['a\._extra_state'"):
         load(plain if change == "unexpected" else scaled, given)
 
 
 def test_entries_that_cannot_be_compared_are_named(load, caplog):
     load(Scaled(1.0, lambda scale: {"scale": scale, "by": lambda: scale}), None)
-
     assert "_extra_state" in caplog.text
     assert "cannot be compared" in caplog.text
 
 
-# Versions of modules, which state dicts record
-
-
+# ---- Versions of modules, which state dicts record
 def build(seed=0):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -442,12 +404,8 @@ def test_modules_see_the_version_that_their_weights_were_saved_with(tmp_path, so
 
 def test_a_traker_and_a_retrained_model_see_versions_too(tmp_path):
     train, targets = labelled(12, 0), labelled(3, 1)
-    forms: list[Callable[[int], Any]] = [
-        lambda seed: build(seed),
-        lambda seed: build(seed).state_dict(),
-        lambda seed: old(seed).state_dict(),
-        lambda seed: dict(build(seed).state_dict()),
-    ]
+    forms = [build, lambda seed: build(seed).state_dict(), lambda seed: old(seed).state_dict()]
+    forms.append(lambda seed: dict(build(seed).state_dict()))
     found, retrained = [], []
     for number, form in enumerate(forms[1:]):
         settings = {"save_dir": tmp_path / str(number), "proj_dim": 4, "lambda_reg": 0.1}
@@ -473,7 +431,5 @@ def test_a_lightning_checkpoint_keeps_the_versions_of_a_module_inside(tmp_path, 
     lightning = pytest.importorskip("trak_lite.integrations.lightning", exc_type=ImportError)
     outer = nn.ModuleDict({"model": old(1), "loss": Versioned(1, 1)})
     file = pt_file({"state_dict": outer.state_dict()}, tmp_path)
-
     _, (row,) = load(build(), [file], lambda path: lightning.ckpt_weights(path, prefix="model."))
-
     assert row.tolist() == flat(build(1))

@@ -1,7 +1,5 @@
 """States of Adam by parameter: found wherever trainings save them, and matched with the right parameters."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -72,11 +70,9 @@ def check(load):
 
     def check(net, optimizer, source, loader=None, **settings):
         _, (row,) = load(net, source, loader, task=total, normalize="adam", **settings)
-        scales = [
-            adam_scale(optimizer.state.get(p, {"exp_avg_sq": torch.zeros_like(p), "step": 1}))
-            for p in net.parameters()
-            if p.requires_grad
-        ]
+        trained = [p for p in net.parameters() if p.requires_grad]
+        states = [optimizer.state.get(p, {"exp_avg_sq": torch.zeros_like(p), "step": 1}) for p in trained]
+        scales = [adam_scale(state) for state in states]
         np.testing.assert_allclose(row, torch.cat(scales).numpy(), rtol=1e-6)
 
     return check
@@ -94,7 +90,6 @@ OPTIMIZERS = {
 def test_a_dict_or_file_with_model_and_optimizer(make, tmp_path, check):
     net, optimizer, content = with_optimizer(make)
     torch.save({"model": content["model"], "optimizer_state_dict": content["optimizer"]}, tmp_path / "a.pt")
-
     for source in (content, tmp_path / "a.pt"):
         check(net, optimizer, source)
     check(net, optimizer, ["epoch 1"], lambda _: content)
@@ -106,7 +101,6 @@ def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path, check):
     content = {"state_dict": weights, "optimizer_states": [state["optimizer"]], "epoch": 1}
     torch.save(content, tmp_path / "a.ckpt")
     torch.save({**content, "optimizer_states": [state["optimizer"]] * 2}, tmp_path / "two.ckpt")
-
     check(net, optimizer, tmp_path / "a.ckpt", lambda path: net.state_dict())
     with pytest.raises(CheckpointError, match="2 optimizers"):
         check(net, optimizer, tmp_path / "two.ckpt", lambda path: net.state_dict())
@@ -120,7 +114,6 @@ def test_a_folder_of_hugging_face_in_which_only_the_decay_rule_tells_groups_apar
     (tmp_path / "checkpoint-3").mkdir()
     save_file(content["model"], tmp_path / "checkpoint-3" / "model.safetensors")
     torch.save(content["optimizer"], tmp_path / "checkpoint-3" / "optimizer.pt")
-
     check(net, optimizer, tmp_path / "checkpoint-3")
 
 
@@ -128,7 +121,6 @@ def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_
     net = model()
     by_hand = decayed(net, "norm.bias", "batch.weight", "last.bias")
     content = saved(net, by_hand)
-
     with pytest.raises(CheckpointError, match=r"2 groups without names.*named_optimizer_state"):
         check(net, by_hand, content)
     check(net, by_hand, {**content, "optimizer": named_optimizer_state(by_hand, net)})
@@ -138,7 +130,6 @@ def test_other_groups_that_the_shapes_do_not_tell_apart_are_refused_unless_they_
 def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 3)).double()
     optimizer = AdamW([{"params": net[2].parameters()}, {"params": net[:2].parameters()}])
-
     check(net, optimizer, saved(net, optimizer))
 
 
@@ -146,7 +137,6 @@ def test_groups_of_modules_in_another_order_are_told_apart_by_shapes(check):
 def test_names_that_torch_records_are_used_in_any_order_and_behind_a_prefix(prefix, check):
     net = model()
     optimizer = AdamW([(prefix + name, p) for name, p in list(net.named_parameters())[::-1]])
-
     check(net, optimizer, saved(net, optimizer))
 
 
@@ -159,7 +149,6 @@ def test_named_states_load_into_the_optimizer_and_wrappers_are_opened():
     state = named_optimizer_state(Wrapper(optimizer), net)
     again = AdamW(net.parameters())
     again.load_state_dict(state)
-
     assert state["param_groups"][0]["param_names"] == [name for name, _ in net.named_parameters()]
     for p in net.parameters():
         assert torch.equal(again.state[p]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
@@ -171,7 +160,6 @@ def test_frozen_parameters_are_skipped_and_those_without_gradient_have_zeros(che
     net.extra = nn.Parameter(torch.ones(2, dtype=torch.float64))  # in the optimizer, but without a gradient
     optimizer = AdamW([p for p in net.parameters() if p.requires_grad])
     content = saved(net, optimizer)
-
     check(net, optimizer, content)
     named = [name for name, p in net.named_parameters() if p.requires_grad]
     net.requires_grad_(True)
@@ -184,7 +172,6 @@ def test_missing_states_name_the_places_that_were_searched(tmp_path, check):
     net, optimizer, content = with_optimizer()
     save_file(net.state_dict(), tmp_path / "model.safetensors")
     torch.save(net.state_dict(), tmp_path / "a.pt")
-
     for source, message in (
         (tmp_path / "model.safetensors", r"Searched: .*optimizer\.pt\. Expected"),
         (tmp_path / "a.pt", r"Searched: .*a\.pt;"),
@@ -203,7 +190,6 @@ REFUSED = (*(getattr(torch.optim, name) for name in ("RAdam", "NAdam", "Adamax",
 @pytest.mark.parametrize("make", [*REFUSED, partial(SGD, momentum=0.9)])
 def test_other_optimizers_are_refused(make, check):
     net, optimizer, content = with_optimizer(make)
-
     with pytest.raises(CheckpointError, match=r"is not torch's Adam or AdamW"):
         check(net, optimizer, content)
     with pytest.raises(InvalidInputError, match=f"is a {type(optimizer).__name__}"):
@@ -214,7 +200,6 @@ def test_states_of_another_model_or_of_maximised_objectives_are_refused(check):
     other, wide = nn.Linear(3, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).double()
     reversed_order = AdamW([*wide[1].parameters(), *wide[0].parameters()])
     net, optimizer, content = with_optimizer(partial(AdamW, maximize=True))
-
     for some, given, message in (
         (net, content, "maximize"),
         (other, {**content, "model": other.state_dict()}, "has 8 parameters, and the Linear has 2"),
@@ -240,7 +225,6 @@ def test_moments_and_settings_of_the_optimizer_tell_checkpoints_apart(change, sa
     net, _, content = with_optimizer()
     other = copy.deepcopy(content)
     change(other["optimizer"])
-
     if same:
         summary, _ = load(net, [content, other], task=total, normalize="adam")
         assert (summary.rows_written, summary.rows_found) == (1, 1)

@@ -1,7 +1,5 @@
 """Models sharded by FSDP2 give what whole models give: the same rows, scores, fingerprints and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +80,6 @@ def check_same(path, expected):
 def test_rows_and_scores_of_checkpoints_have_the_bits_of_a_whole_model(tmp_path, ranks, whole, states, world):
     """Each rank writes rows of its own, unevenly many, and some ranks none."""
     written = ranks(world, cases.featurize_both, str(tmp_path), states)
-
     assert sum(written) == 2 * 2 * cases.N
     for kind, files in states.items():
         check_same(tmp_path / f"{kind}.zarr", whole(kind, files))
@@ -99,13 +96,11 @@ def test_a_sharded_model_finds_the_rows_of_a_whole_one_and_the_other_way_round(t
 
 def test_copies_of_shards_change_nothing(tmp_path, ranks, whole):
     ranks(4, cases.featurize_copies, str(tmp_path))
-
     check_same(tmp_path / "copies.zarr", whole("transformer"))
 
 
 def test_other_resharding_and_projectors_change_nothing(tmp_path, ranks, whole):
     ranks(2, cases.featurize_in_other_ways, str(tmp_path))
-
     check_same(tmp_path / "sketch.zarr", whole("transformer", projector="countsketch"))
     norms = whole("transformer", projector="rademacher", normalize="unit", store_norms=True)
     check_same(tmp_path / "norms.zarr", norms)
@@ -113,9 +108,7 @@ def test_other_resharding_and_projectors_change_nothing(tmp_path, ranks, whole):
 
 def test_language_models_fit_the_fisher_kernel_and_score_tokens_in_step(tmp_path, ranks):
     cases.explain_language_model(str(tmp_path / "whole.zarr"))
-
     ranks(2, cases.explain_language_model, str(tmp_path / "a.zarr"), True)
-
     check_same(tmp_path / "a.zarr", cases.contents(tmp_path / "whole.zarr"))
 
 
@@ -128,9 +121,7 @@ def test_training_goes_on_with_the_same_bits_after_a_use_of_the_model(looks):
 def test_two_parts_of_the_model_are_gathered_at_once_at_most(looks):
     """The one that is differentiated, and the next one that FSDP2 gathers ahead."""
     for look in looks:
-        assert len({name for name, _ in look["gathered"]}) == len(
-            dict(cases.transformer().named_parameters())
-        )
+        assert len({name for name, _ in look["gathered"]}) == len([*cases.transformer().parameters()])
         for name, gathered in look["gathered"]:
             own = {int(name.split(".")[1])} if name.startswith("blocks.") else set()
             assert own <= set(gathered)
@@ -139,7 +130,6 @@ def test_two_parts_of_the_model_are_gathered_at_once_at_most(looks):
 
 def test_an_error_of_one_rank_is_told_to_the_others(tmp_path, ranks):
     found = sorted(ranks(2, cases.a_row_is_infinite, str(tmp_path / "a.zarr")))
-
     assert [text.partition(":")[0] for text in found] == ["NonFiniteError", "RankError"]
     assert "rows [40]" in found[0]
     assert "1 other rank" in found[1]
@@ -158,11 +148,8 @@ def test_sharded_state_dicts_are_checkpoints_too_and_keep_versions(looks):
 
 
 def test_what_is_not_supported_is_refused_by_name(looks):
-    kinds = {
-        "does not fit Sequential": "CheckpointError",
-        "Use device='auto'": "InvalidInputError",
-        "meta device": "InvalidInputError",
-    }
+    kinds = dict.fromkeys(("Use device='auto'", "meta device"), "InvalidInputError")
+    kinds["does not fit Sequential"] = "CheckpointError"
     for look in looks:
         assert len(look["refused"]) == 19
         for said, found in look["refused"].items():
@@ -171,16 +158,13 @@ def test_what_is_not_supported_is_refused_by_name(looks):
 
 
 def test_a_store_begun_whole_is_continued_sharded_and_the_other_way_round(tmp_path, ranks):
-    expected, begun_whole, begun_sharded = (
-        str(tmp_path / f"{name}.zarr") for name in ("all", "whole", "sharded")
-    )
+    names = "all", "whole", "sharded"
+    expected, begun_whole, begun_sharded = (str(tmp_path / f"{name}.zarr") for name in names)
     cases.featurize_rest(expected, False)
-
     cases.break_off(begun_whole, False)
     written = ranks(2, cases.featurize_rest, begun_whole, True)
     ranks(2, cases.break_off, begun_sharded, True)
     rest = cases.featurize_rest(begun_sharded, False)
-
     assert 0 < sum(written) < cases.N
     assert 0 < rest < cases.N
     for path in (begun_whole, begun_sharded):

@@ -1,9 +1,5 @@
 """A module whose weights have a version."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from torch import nn
 
 
@@ -12,7 +8,7 @@ class Versioned(nn.Linear):
 
     _version = 2
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, metadata, *rest):
         version = metadata.get("version")
         if version not in (1, 2):
             raise ValueError(f"version should be 1 or 2, got {version}")
@@ -26,5 +22,5 @@ class Old(Versioned):
 
     _version = 1
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _load_from_state_dict(self, *arguments):
         nn.Linear._load_from_state_dict(self, *arguments)

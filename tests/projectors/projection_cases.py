@@ -1,28 +1,14 @@
 """Every projector by name, and gradients, blocks and probes that the tests of several projectors share."""
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable, Mapping
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_lite.projectors import (
-    PROJECTORS,
-    AbstractProjector,
-    BasicProjector,
-    BasicSingleBlockProjector,
-    CountSketchProjector,
-    CudaProjector,
-    GraSSProjector,
-    MaskProjector,
-    TwoSidedProjector,
-)
+from trak_lite import projectors
 from trak_lite.types import DenseBlock, FactoredBlock, LookupBlock
 
-Shapes = Mapping[str, tuple[int, ...]]
 SHAPES = {
     "b.weight": (5, 4),
     "wide.weight": (3, 70),
@@ -31,46 +17,49 @@ SHAPES = {
     "empty": (0, 4),
     "conv.weight": (3, 2, 2),
 }
-ORIGINAL = {"Basic": BasicProjector, "SingleBlock": BasicSingleBlockProjector, "Cuda": CudaProjector}
+ORIGINAL = {
+    "Basic": projectors.BasicProjector,
+    "SingleBlock": projectors.BasicSingleBlockProjector,
+    "Cuda": projectors.CudaProjector,
+}
 """They do not divide by the root of K; the last two are the first one by other names."""
 
 
-def original(name: str, k: int, *, seed: int, device: str | None) -> AbstractProjector:
+def original(name, k, *, seed, device):
     options = {"max_batch_size": 32} if name == "Cuda" else {}
     kind = "normal" if name == "Basic" else "rademacher"
     return ORIGINAL[name](0, k, seed, kind, device, dtype=None, **options)
 
 
-def gaussian_sides(k: int, *, seed: int, device: str | None) -> AbstractProjector:
+def gaussian_sides(k, *, seed, device):
     options = {"matrices": "gaussian", "layout": "joint"}
-    return TwoSidedProjector(math.isqrt(k), seed=seed, device=device, **options)
+    return projectors.TwoSidedProjector(math.isqrt(k), seed=seed, device=device, **options)
 
 
-MAKERS: dict[str, Callable[..., AbstractProjector]] = {
-    **PROJECTORS,
-    "copies": functools.partial(CountSketchProjector, copies=3),
-    "form": functools.partial(CountSketchProjector, factors="form"),
-    "fourier": functools.partial(CountSketchProjector, factors="fourier"),
+MAKERS = {
+    **projectors.PROJECTORS,
+    "copies": functools.partial(projectors.CountSketchProjector, copies=3),
+    "form": functools.partial(projectors.CountSketchProjector, factors="form"),
+    "fourier": functools.partial(projectors.CountSketchProjector, factors="fourier"),
     **{name: functools.partial(original, name) for name in ORIGINAL},
-    "mask by module": functools.partial(MaskProjector, layout="module"),
-    "grass by module": functools.partial(GraSSProjector, layout="module"),
+    "mask by module": functools.partial(projectors.MaskProjector, layout="module"),
+    "grass by module": functools.partial(projectors.GraSSProjector, layout="module"),
     "two_sided gaussian joint": gaussian_sides,
 }
 DRAWN = [name for name in MAKERS if name not in ("form", "fourier", "fast_jl")]
 """Of the others, two are countsketch, and one has another matrix where its extension is installed."""
 
 
-def made(name: str, k: int, seed: int = 0, device: str | None = None) -> AbstractProjector:
+def made(name, k, seed=0, device=None):
     return MAKERS[name](k, seed=seed, device=device)
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def random(*shape, seed=0, dtype=torch.float64):
     """Normal numbers drawn in float64, which tensors of narrower dtypes round."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def random32(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal numbers drawn in float32."""
+def random32(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -81,7 +70,7 @@ def random_gradients(shapes, num_samples=4, seed=0, dtype=torch.float64):
     }
 
 
-def dense_blocks(grads: Mapping[str, torch.Tensor]) -> list[DenseBlock]:
+def dense_blocks(grads):
     return [DenseBlock(name, grad) for name, grad in grads.items()]
 
 
@@ -92,7 +81,7 @@ def factors(shape, positions, num_samples=3, dtype=torch.float64):
     return FactoredBlock("w", x, random(num_samples, positions, shape[0], seed=2, dtype=dtype))
 
 
-def lookups(shape: tuple[int, int], positions: int, num_samples: int = 3, dtype=torch.float64) -> LookupBlock:
+def lookups(shape, positions, num_samples=3, dtype=torch.float64):
     """Gradients of rows of a table ``w``, one of which is read three times."""
     generator = torch.Generator().manual_seed(positions)
     rows = torch.randint(shape[0], (num_samples, positions), generator=generator)
@@ -100,7 +89,7 @@ def lookups(shape: tuple[int, int], positions: int, num_samples: int = 3, dtype=
     return LookupBlock("w", rows, random(num_samples, positions, shape[1], dtype=dtype), shape[0])
 
 
-def formed(block: FactoredBlock | LookupBlock, shape: tuple[int, ...]) -> DenseBlock:
+def formed(block, shape):
     """The gradient itself, in float64."""
     if isinstance(block, LookupBlock):
         grad = torch.zeros(block.num_samples, *shape, dtype=torch.float64)
@@ -113,25 +102,23 @@ def formed(block: FactoredBlock | LookupBlock, shape: tuple[int, ...]) -> DenseB
 
 
 def accumulated(projector, blocks, *, num_samples=4, parameters, model_id=0):
-    """Features of blocks that are added in this order."""
     accumulator = projector.accumulator(num_samples, model_id=model_id, parameters=parameters)
     for block in blocks:
         accumulator.add(block)
     return accumulator.features()
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def assert_close(actual, expected, tolerance):
     """Relative to the largest feature: rounding of a sum or a transform is spread over all of them."""
     scale = float(expected.abs().max()) if expected.numel() else 0.0
-    torch.testing.assert_close(
-        actual.double(), expected.double(), rtol=tolerance, atol=tolerance * max(scale, 1e-300)
-    )
+    atol = tolerance * max(scale, 1e-300)
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=atol)
 
 
 class Operators(TorchDispatchMode):
     """Counts operators and words of the hash; remembers the largest storage and number of entries that one returned."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = self.nbytes = self.entries = self.words = 0
 

@@ -1,7 +1,5 @@
 """Dense projectors: within their memory budget; a K of one feature, and seeds of any size. Others are laws."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 
@@ -30,10 +28,10 @@ def buffers(monkeypatch):
     GaussianProjector(4).project(random(1, 3), 0)  # quantiles are shared by the whole process
     count = {"now": 0, "most": 0}
 
-    def release(nbytes: int) -> None:
+    def release(nbytes):
         count["now"] -= nbytes
 
-    def counted(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def counted(*shape, dtype, device):
         with torch.inference_mode(False):
             buffer = torch.empty(shape, dtype=dtype, device=device)
         weakref.finalize(buffer, release, buffer.nbytes)
@@ -51,12 +49,10 @@ def buffers(monkeypatch):
 def test_no_more_than_the_budget_is_ever_held(make, dtype, num_entries, buffers):
     grads = {"a": random(4, num_entries, dtype=dtype), "b": random(4, 300, dtype=dtype)}
     projector, held = make(100, memory_budget=BUDGET), []
-
     with Operators() as seen:
         for model_id in (0, 1):
             projector.project(grads, model_id)
             held.append(buffers["now"])
-
     assert held[0] == held[1] > 0  # another model takes the place of the last one
     assert BUDGET / 8 < buffers["most"] <= BUDGET
     assert seen.nbytes <= BUDGET
@@ -75,7 +71,6 @@ def test_only_what_does_not_fit_is_drawn_again(make):
                 projector.project(grads, model_id)
             counts.append(seen.words)
         drawn[budget] = counts
-
     first, again, other = drawn[1 << 30]
     assert (again, first) == (0, other)
     first, again, other = drawn[BUDGET]

@@ -3,8 +3,6 @@
 The extension needs a GPU; here a module with its functions and its limits takes its place on CPU tensors.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -32,7 +30,7 @@ MULTIPROCESSORS = 4
 class FakeFastJL(ModuleType):
     """The extension's six functions: the same limits, float16 inputs, a matrix that depends on the tiles."""
 
-    def __init__(self, product=None) -> None:
+    def __init__(self, product=None):
         super().__init__("fast_jl")
         self.calls: list[tuple[str, tuple[int, ...], int, int, int]] = []
         self.product = product or multiplied
@@ -41,7 +39,7 @@ class FakeFastJL(ModuleType):
                 name = f"project_{kind}_{rows}"
                 setattr(self, name, functools.partial(self.project, name, kind, rows))
 
-    def project(self, name, kind, rows, grads, proj_dim, seed, num_feature_tiles) -> torch.Tensor:
+    def project(self, name, kind, rows, grads, proj_dim, seed, num_feature_tiles):
         assert grads.dim() == 2, "input must be 2D"
         assert grads.is_contiguous(), "input must be contiguous"
         assert grads.dtype in (torch.float16, torch.float32), "input must be fp16 or fp32"
@@ -55,12 +53,12 @@ class FakeFastJL(ModuleType):
         return self.product(grads, signs(kind, grads.shape[1], proj_dim, seed, num_feature_tiles), rows)
 
 
-def multiplied(grads: torch.Tensor, matrix: torch.Tensor, rows: int = 8) -> torch.Tensor:
+def multiplied(grads, matrix, rows=8):
     return grads.half().float() @ matrix.to(grads.device)
 
 
 @functools.lru_cache(maxsize=64)
-def signs(kind: str, features: int, proj_dim: int, seed: int, tiles: int) -> torch.Tensor:
+def signs(kind, features, proj_dim, seed, tiles):
     tiles = min(features, tiles)
     length = -(-features // tiles)
     parts = []
@@ -75,10 +73,10 @@ def signs(kind: str, features: int, proj_dim: int, seed: int, tiles: int) -> tor
 def use(monkeypatch):
     """Installs a module in the place of the extension; no device has been tested yet, and none after the test."""
 
-    def installed(fake: ModuleType | None, count: int = MULTIPROCESSORS) -> None:
+    def installed(fake, count=MULTIPROCESSORS):
         if isinstance(fake, FakeFastJL) and torch.cuda.is_available():
             pytest.skip(
-                "the module in place of the extension computes on the CPU, and projects on a GPU here"
+                "what takes the place of the extension computes on the CPU, and projects on a GPU here"
             )
         monkeypatch.setitem(sys.modules, "fast_jl", fake)
         monkeypatch.setattr(wrapper, "multiprocessors", lambda device: count)
@@ -96,27 +94,25 @@ def fake(use):
     return module
 
 
-def matrix_of(call) -> torch.Tensor:
+def matrix_of(call):
     name, shape, proj_dim, seed, tiles = call
     return signs(name.split("_")[1], shape[1], proj_dim, seed, tiles)
 
 
-def ready(fake: FakeFastJL, proj_dim: int, **options) -> FastJLProjector:
+def ready(fake, proj_dim, **options):
     """A projector whose self-test is over."""
     projector = FastJLProjector(proj_dim, **options)
     fake.calls.clear()
     return projector
 
 
-def assert_float16_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_float16_close(found, expected):
     """As far as float16 goes: the extension rounds gradients to 11 bits, each row by itself."""
     size = expected.double().abs().amax(1, keepdim=True)
     torch.testing.assert_close(found.double() / size, expected.double() / size, rtol=0, atol=1e-3)
 
 
 # ---- one map
-
-
 class TestFastJLProjector(RandomProjectorTests):
     num_seeds = 50
 
@@ -161,8 +157,6 @@ def test_features_are_the_first_columns_of_the_extensions_divided_by_the_root_of
 
 
 # ---- around its limits
-
-
 def test_long_parameters_are_cut_in_chunks_with_seeds_of_their_own(fake, monkeypatch):
     """The real limit, part of the definition, keeps 32 rows below 2**32 entries."""
     projector, grads = ready(fake, 512), random(40, 50)
@@ -171,7 +165,6 @@ def test_long_parameters_are_cut_in_chunks_with_seeds_of_their_own(fake, monkeyp
     monkeypatch.setattr(wrapper, "_MOST_ENTRIES", 20)
     fake.calls.clear()
     features = projector.project(grads, 0)
-
     assert [shape for _, shape, *_ in fake.calls] == [(n, p) for p in (20, 20, 10) for n in (32, 8)]
     chunks = [matrix_of(call) for call in fake.calls[::2]]
     assert len({call[3] for call in fake.calls}) == 3
@@ -218,8 +211,6 @@ def test_rows_of_zeros_and_rows_that_are_not_finite_stay_for_themselves(fake):
 
 
 # ---- the fingerprint
-
-
 def test_the_fingerprint_names_the_map_and_the_multiprocessors(use, fake):
     fingerprint = FastJLProjector(16, seed=3).fingerprint()
     expected = {"proj_dim": 16, "seed": 3, "version": 1, "scaled": True, "multiprocessors": MULTIPROCESSORS}
@@ -231,8 +222,6 @@ def test_the_fingerprint_names_the_map_and_the_multiprocessors(use, fake):
 
 
 # ---- the self-test
-
-
 def test_the_self_test_runs_once_per_device_and_distribution_with_a_tile_per_multiprocessor(fake):
     FastJLProjector(16)
     tested = list(fake.calls)
@@ -253,7 +242,7 @@ def raising(grads, matrix, rows):
     raise RuntimeError("provided PTX was compiled with an unsupported toolchain")
 
 
-def incomplete() -> FakeFastJL:
+def incomplete():
     module = FakeFastJL()
     del module.project_rademacher_16
     return module
@@ -289,8 +278,6 @@ def test_a_faulty_extension_is_replaced_with_one_warning(product, message, use, 
 
 
 # ---- where it cannot be used
-
-
 def test_without_a_gpu_the_projector_is_this_packages_own(use, caplog):
     """The number of multiprocessors is that of no other device."""
     with caplog.at_level(logging.WARNING, "trak_lite"):
@@ -321,7 +308,6 @@ def test_an_extension_that_cannot_be_imported_is_replaced_and_other_errors_are_n
         FastJLProjector(16)
     assert "it cannot be imported" in caplog.text
     assert "pip install --no-build-isolation fast-jl" in caplog.text
-
     monkeypatch.delitem(sys.modules, "fast_jl")
     before = sys.meta_path
     monkeypatch.setattr(sys, "meta_path", [Finder(ImportError("undefined symbol: _ZN3c10")), *before])
@@ -335,9 +321,7 @@ def test_an_extension_that_cannot_be_imported_is_replaced_and_other_errors_are_n
 
 
 # ---- under the original's name
-
-
-def cuda_projector(**options) -> CudaProjector:
+def cuda_projector(**options):
     arguments = dict(grad_dim=20, proj_dim=16, seed=3, proj_type="rademacher", device=None, max_batch_size=8)
     return CudaProjector(**{**arguments, **options})
 
@@ -349,7 +333,6 @@ def test_the_original_name_uses_the_extension_only_when_asked_and_without_its_sc
     assert projector.fingerprint() == {**FastJLProjector(16, seed=3).fingerprint(), "scaled": False}
     fake.calls.clear()
     features = projector.project(random(10, 20), 1)
-
     calls = [(name, shape[0]) for name, shape, *_ in fake.calls]
     assert calls == [("project_rademacher_8", 8), ("project_rademacher_8", 2)]
     torch.testing.assert_close(features, 4 * FastJLProjector(16, seed=3).project(random(10, 20), 1))
@@ -363,8 +346,6 @@ def test_the_original_name_falls_back_to_the_map_of_the_other_original_names(use
 
 
 # ---- on a GPU
-
-
 @pytest.mark.cuda
 def test_the_installed_extension_passes_its_self_test(use):
     pytest.importorskip("fast_jl", reason="needs an installed fast_jl")
@@ -386,6 +367,5 @@ def test_on_any_stream_the_extension_sees_what_the_caller_wrote(monkeypatch, use
     with torch.cuda.stream(torch.cuda.Stream()):
         features = projector.project(host.cuda(), 0)
         features = features + 0
-
     torch.cuda.synchronize()
     assert torch.equal(features, expected)

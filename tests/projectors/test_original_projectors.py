@@ -3,8 +3,6 @@
 tests/traker holds names, repeated columns and projectors of one's own against the original; the laws have others.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -16,30 +14,18 @@ from projection_cases import random_gradients
 
 import trak_lite.projectors as ours
 from trak_lite.errors import InvalidInputError
-from trak_lite.projectors import (
-    AbstractProjector,
-    ChunkedCudaProjector,
-    GaussianProjector,
-    ProjectionType,
-    RademacherProjector,
-)
 from trak_lite.types import DenseBlock
 
 P, K = 30, 12
-NATIVE = {"rademacher": RademacherProjector, "normal": GaussianProjector}
+NATIVE = {"rademacher": ours.RademacherProjector, "normal": ours.GaussianProjector}
 DENSE = ["BasicProjector", "BasicSingleBlockProjector", "CudaProjector"]
 SHAPES = {"a": (4, 5), "b": (), "c": (9,)}
 gradients = functools.partial(random_gradients, SHAPES, 4, dtype=torch.float32)
 
 
-def make(name: str, proj_type: str = "rademacher", *, grad_dim=P, proj_dim=K, seed=0, **kwargs):
-    arguments = {
-        "grad_dim": grad_dim,
-        "proj_dim": proj_dim,
-        "seed": seed,
-        "proj_type": proj_type,
-        "device": "cpu",
-    }
+def make(name, proj_type="rademacher", *, grad_dim=P, proj_dim=K, seed=0, **kwargs):
+    arguments = {"grad_dim": grad_dim, "proj_dim": proj_dim, "seed": seed}
+    arguments |= {"proj_type": proj_type, "device": "cpu"}
     if name == "CudaProjector":
         arguments["max_batch_size"] = 32
     return getattr(ours, name)(**{**arguments, **kwargs})
@@ -47,12 +33,11 @@ def make(name: str, proj_type: str = "rademacher", *, grad_dim=P, proj_dim=K, se
 
 def test_constructors_have_the_arguments_of_the_original_in_its_order():
     for name in (*DENSE, "AbstractProjector", "ChunkedCudaProjector", "NoOpProjector"):
-        theirs, own = (
-            inspect.signature(getattr(room, name).__init__).parameters for room in (original, ours)
-        )
+        makers = (getattr(room, name).__init__ for room in (original, ours))
+        theirs, own = (inspect.signature(maker).parameters for maker in makers)
         expected = [key for key, value in theirs.items() if value.kind is value.POSITIONAL_OR_KEYWORD]
         assert list(own)[: len(expected)] == expected
-    assert {kind.value for kind in original.ProjectionType} == {kind.value for kind in ProjectionType}
+    assert {kind.value for kind in original.ProjectionType} == {kind.value for kind in ours.ProjectionType}
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -62,8 +47,7 @@ def test_features_are_those_of_the_native_projector_without_its_scale(name, proj
     grads = gradients()
     wide = {key: grad.double() for key, grad in grads.items()}
     native = NATIVE[proj_type](K, seed=3).project(grads, 2) * math.sqrt(K)
-
-    for kind in (proj_type, ProjectionType(proj_type)):
+    for kind in (proj_type, ours.ProjectionType(proj_type)):
         for options in ({}, {"block_size": 1}, {"block_size": 7}, {"max_batch_size": 8}):
             made = make(name, kind, seed=3, **options)
             torch.testing.assert_close(made.project(grads, 2), native)
@@ -74,11 +58,9 @@ def test_features_are_those_of_the_native_projector_without_its_scale(name, proj
 
 
 # ---- chunks
-
-
-def chunked(seeds=(0, 1), sizes=(21, 9), dtype: torch.dtype = torch.float32) -> ChunkedCudaProjector:
+def chunked(seeds=(0, 1), sizes=(21, 9), dtype=torch.float32):
     parts = [make("CudaProjector", grad_dim=n, seed=seed) for seed, n in zip(seeds, sizes, strict=True)]
-    return ChunkedCudaProjector(parts, max(sizes), list(sizes), 8, torch.device("cpu"), dtype)
+    return ours.ChunkedCudaProjector(parts, max(sizes), list(sizes), 8, torch.device("cpu"), dtype)
 
 
 def test_chunks_are_the_sum_of_their_projectors(monkeypatch):
@@ -97,11 +79,13 @@ def test_chunks_are_the_sum_of_their_projectors(monkeypatch):
 
 def test_chunks_of_a_tensor_are_independent_even_with_one_seed():
     projectors = [make("CudaProjector", grad_dim=20, proj_dim=400, seed=0) for _ in range(2)]
-    rows = ChunkedCudaProjector(projectors, 20, [20, 20], 8, "cpu", torch.float32).project(torch.eye(40), 0)
+    rows = ours.ChunkedCudaProjector(projectors, 20, [20, 20], 8, "cpu", torch.float32).project(
+        torch.eye(40), 0
+    )
     assert abs(float((rows[:20] * rows[20:]).mean())) < 5 / math.sqrt(20 * 400)
 
 
-class Seen(AbstractProjector):
+class Seen(ours.AbstractProjector):
     """Written for the original, with ``__init__`` and ``project`` alone."""
 
     def __init__(self):
@@ -118,20 +102,17 @@ def test_a_projector_of_ones_own_gets_whole_gradients_without_a_copy_or_a_graph(
     for name in reversed(grads):
         accumulator.add(DenseBlock(name, grads[name]))
     assert not accumulator.features().requires_grad
-    assert [(name, grad.data_ptr()) for name, grad in projector.grads.items()] == [
-        (name, grad.data_ptr()) for name, grad in grads.items()
-    ]
+    found, given = ([(name, g.data_ptr()) for name, g in some.items()] for some in (projector.grads, grads))
+    assert found == given
 
 
-class Nothing(AbstractProjector):
+class Nothing(ours.AbstractProjector):
     def __init__(self):
         super().__init__(0, 1, 0, "na", "cpu")
 
 
 # ---- errors
-
-
-def added(projector: AbstractProjector, block: DenseBlock) -> None:
+def added(projector, block):
     projector.accumulator(2, model_id=0, parameters={"a": (21,), "b": (9,)}).add(block)
 
 
@@ -147,9 +128,9 @@ def added(projector: AbstractProjector, block: DenseBlock) -> None:
         (lambda: chunked(sizes=(20, 1)).project(gradients(), 0), "do not divide into chunks"),
         (lambda: chunked().project(torch.zeros(2, 29), 0), "29 entries per sample, the chunks 30"),
         (lambda: added(chunked(), DenseBlock("z", torch.zeros(2, 3))), "'z', which is not among the 2 parameters"),
-        (lambda: ChunkedCudaProjector([], P, [], 8, "cpu", torch.float32), "at least one chunk"),
-        (lambda: ChunkedCudaProjector([make("CudaProjector"), make("CudaProjector", proj_dim=13)], P, [P, P], 8, "cpu",
-                                      torch.float32), "Expected one projector per chunk"),
+        (lambda: ours.ChunkedCudaProjector([], P, [], 8, "cpu", torch.float32), "at least one chunk"),
+        (lambda: ours.ChunkedCudaProjector([make("CudaProjector", proj_dim=k) for k in (K, 13)], P, [P, P], 8, "cpu",
+                                           torch.float32), "Expected one projector per chunk"),
         (lambda: added(Nothing(), DenseBlock("b", torch.zeros(2, 5))), r"has shape \(5,\) per .* expected \(9,\)"),
         (lambda: Nothing().project(gradients(), 0), "defines neither accumulator nor project"),
     ],

@@ -3,8 +3,6 @@
 tests/goldens holds vectors of every projector.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -70,7 +68,7 @@ def double(grads):
     return {key: grad.double() for key, grad in grads.items()}
 
 
-def flat(grads: dict[str, torch.Tensor]) -> torch.Tensor:
+def flat(grads):
     return torch.cat([grad.reshape(len(grad), grad[0].numel()) for grad in double(grads).values()], 1)
 
 
@@ -83,8 +81,6 @@ def threads():
 
 
 # ---- the kits
-
-
 class TestRandomProjectors(RandomProjectorTests):
     """Unbiased with one joint segment, without the scale under the names of the original."""
 
@@ -94,10 +90,10 @@ class TestRandomProjectors(RandomProjectorTests):
     def _named(self, request):
         self.name = request.param
 
-    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+    def make_projector(self, proj_dim, *, seed):
         return made(self.name, proj_dim, seed)
 
-    def gain(self, proj_dim: int) -> float:
+    def gain(self, proj_dim):
         return float(proj_dim) if self.name in ORIGINAL else 1.0
 
 
@@ -116,7 +112,7 @@ class TestOtherProjectors(ProjectorTests):
     def _named(self, request):
         self.name = request.param
 
-    def make_projector(self, proj_dim: int, *, seed: int) -> AbstractProjector:
+    def make_projector(self, proj_dim, *, seed):
         if self.name == "chunks":  # of the kit's own parameters: 15 + 1 and 24 + 7 entries
             parts = [CudaProjector(0, proj_dim, seed + i, "rademacher", "cpu", 32) for i in range(2)]
             return ChunkedCudaProjector(parts, 31, [16, 31], 8, "cpu", torch.float32)
@@ -143,8 +139,6 @@ def test_inner_products_are_unbiased_over_the_row(name):
 
 
 # ---- gradients of any dtype and place in memory
-
-
 @every_projector
 @pytest.mark.parametrize("dtype", LOW)
 def test_lower_precision_gradients_are_added_up_in_float32(name, dtype):
@@ -198,8 +192,6 @@ def test_a_row_that_is_not_finite_spoils_no_other(name):
 
 
 # ---- accumulators, models and copies
-
-
 @every_projector
 def test_nothing_at_all_gives_zeros_and_parameters_that_come_again_add_up(name):
     projector, blocks = made(name, 16), dense_blocks(gradients())
@@ -233,7 +225,6 @@ def test_models_in_turn_inference_mode_and_copies_change_nothing(name):
         with torch.inference_mode(number % 2 == 1):
             for accumulator in accumulators:
                 accumulator.add(block)
-
     for accumulator, expected in zip(accumulators, alone, strict=True):
         assert torch.equal(accumulator.features(), expected)
     assert (name == "none") == torch.equal(*alone)
@@ -268,8 +259,6 @@ def test_bits_do_not_depend_on_batch_order_chunks_layout_and_threads(name, threa
 
 
 # ---- masks
-
-
 @pytest.mark.parametrize("name", ["mask", "grass"])
 def test_entries_are_the_same_in_any_order_of_parameters_and_all_of_them_where_there_is_room(name):
     grads = gradients()
@@ -301,7 +290,6 @@ def test_entries_are_chosen_once_per_model_whatever_tiles_and_bound_they_are_sea
             projector.project(grads, model_id)
         drawn.append(seen.words)
     assert drawn[0] == 0 < drawn[1]
-
     for tile in (1, 7):
         monkeypatch.setattr("trak_lite.projectors.mask._TILE", 100 * tile)
         assert torch.equal(made(name, 500).project(grads, 0), expected)
@@ -311,8 +299,6 @@ def test_entries_are_chosen_once_per_model_whatever_tiles_and_bound_they_are_sea
 
 
 # ---- gradients in factors and rows of tables
-
-
 @every_projector
 @pytest.mark.parametrize(
     ("shape", "k"),
@@ -354,7 +340,7 @@ def test_factors_of_lower_precision_are_multiplied_in_float32(name, dtype):
         assert torch.equal(inside, accumulated(projector, [product], parameters={"w": shape}))
 
 
-def piece_of(block: FactoredBlock | LookupBlock, rows: slice) -> FactoredBlock | LookupBlock:
+def piece_of(block, rows):
     if isinstance(block, LookupBlock):
         return LookupBlock("w", block.rows[rows], block.values[rows], block.num_rows, rows.start)
     strided = block.output_grads[rows].mT.contiguous().mT
@@ -397,8 +383,6 @@ def test_the_gradient_of_factors_is_never_formed(name, monkeypatch):
 
 
 # ---- devices
-
-
 @pytest.mark.cuda
 @every_projector
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -412,10 +396,9 @@ def test_features_on_a_gpu_are_those_of_the_cpu(name, dtype):
         assert torch.equal(found.cpu(), host)
     assert_close(found.cpu(), host, 1e-11 if dtype == torch.float64 else 1e-4)
     wide = factors((70, 80), 5, 4)
-    features = [
-        accumulated(made(name, 64, 0, d), [wide], parameters={"w": (70, 80)}) for d in ("cpu", "cuda")
-    ]
-    assert_close(features[1].cpu(), features[0], 1e-10)
+    both = (made(name, 64, 0, device) for device in ("cpu", "cuda"))
+    host, found = (accumulated(one, [wide], parameters={"w": (70, 80)}) for one in both)
+    assert_close(found.cpu(), host, 1e-10)
 
 
 @pytest.mark.cuda
@@ -428,8 +411,6 @@ def test_a_projector_without_a_device_follows_the_gradients(name):
 
 
 # ---- settings and errors
-
-
 @pytest.mark.quick
 def test_fingerprints_differ_where_the_features_do_and_only_there():
     settings = {
@@ -521,7 +502,7 @@ def test_a_setting_out_of_range_is_refused(make, settings, message):
         make(**settings)
 
 
-def wide_factors(count: int, dtype: torch.dtype = torch.float32, samples: int = 3) -> FactoredBlock:
+def wide_factors(count, dtype=torch.float32, samples=3):
     return FactoredBlock("wide.weight", torch.zeros(3, count, 70), torch.zeros(samples, 1, 3, dtype=dtype))
 
 

@@ -3,8 +3,6 @@
 The laws of all projectors hold what concerns two-sided projections with random matrices.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -43,12 +41,7 @@ SHAPES = {
     "scale": (),
 }
 MATRICES = {"fc.weight": (6, 9), "conv.weight": (5, 12), "thin.weight": (2, 11), "small.weight": (3, 2)}
-SEGMENTS = [
-    ["fc.weight", 0, 12],
-    ["conv.weight", 12, 24],
-    ["thin.weight", 24, 32],
-    ["small.weight", 32, 38],
-]
+SEGMENTS = [["fc.weight", 0, 12], ["conv.weight", 12, 24], ["thin.weight", 24, 32], ["small.weight", 32, 38]]
 SIDES = (Stream.TWO_SIDED_OUT, Stream.TWO_SIDED_IN)
 gradients = functools.partial(random_gradients, SHAPES)
 accumulate = functools.partial(accumulated, parameters=SHAPES)
@@ -57,7 +50,7 @@ accumulate = functools.partial(accumulated, parameters=SHAPES)
 class BlockStream:
     """A gradient computer whose batches are lists of blocks."""
 
-    def __init__(self, parameters) -> None:
+    def __init__(self, parameters):
         self.parameters = parameters
 
     def stream_gradients(self, batch, sink):
@@ -65,7 +58,7 @@ class BlockStream:
             sink(block)
 
 
-def fitted_axes(k_in, k_out=None, *, seed=0, shapes=SHAPES, **options) -> PrincipalAxes:
+def fitted_axes(k_in, k_out=None, *, seed=0, shapes=SHAPES, **options):
     batches = [dense_blocks(random_gradients(shapes, seed=100 * seed + i)) for i in range(3)]
     return PrincipalAxes.fit(BlockStream(shapes), batches, k_in=k_in, k_out=k_out, **options)
 
@@ -82,7 +75,7 @@ class TestLaws(ProjectorTests):
     def _kind(self, request):
         self.kind = request.param
 
-    def make_projector(self, proj_dim: int, *, seed: int):
+    def make_projector(self, proj_dim, *, seed):
         if self.kind == "fitted":
             shapes = {"embed": (5, 3), "norm.scale": (), "body.weight": (4, 3, 2), "head.bias": (7,)}
             return TwoSidedProjector(2, 3, matrices=fitted_axes(2, 3, shapes=shapes), seed=seed)
@@ -90,8 +83,6 @@ class TestLaws(ProjectorTests):
 
 
 # ---- two-sided
-
-
 @pytest.mark.parametrize(
     ("projector", "shapes", "expected"),
     [
@@ -122,9 +113,7 @@ def test_matrices_of_sides_are_drawn_in_tiles_that_join(monkeypatch):
 
 
 # ---- principal axes
-
-
-def low_rank_factors(seed: int):
+def low_rank_factors(seed):
     """Factors in a plane of the input side and a 3-space of the output side; the spaces do not depend on the seed."""
     x = random(5, 4, 2, seed=seed) @ random(2, 9, seed=90)
     g = random(5, 4, 3, seed=seed + 1) @ random(3, 8, seed=91)
@@ -144,7 +133,7 @@ def test_axes_keep_a_gradient_of_low_rank_without_loss(covariances):
         torch.testing.assert_close(features @ features.T, rows @ rows.T, rtol=1e-6, atol=1e-6 * scale)
 
 
-def assert_leading(axes: torch.Tensor, positions: torch.Tensor) -> None:
+def assert_leading(axes, positions):
     """The axes are the first right singular vectors of all positions, with the largest entry positive."""
     expected = np.linalg.svd(positions.flatten(0, -2).numpy(), full_matrices=False)[2][: axes.shape[1]].T
     found = axes.double().numpy()
@@ -157,7 +146,6 @@ def test_axes_are_the_leading_singular_vectors_of_all_positions():
     axes = PrincipalAxes.fit(BlockStream({"w": (7, 9)}), [[block] for block in blocks], k_in=4, k_out=2)
     assert_leading(axes.axes("w", SIDES[1]), torch.cat([block.inputs for block in blocks]))
     assert_leading(axes.axes("w", SIDES[0]), torch.cat([block.output_grads for block in blocks]))
-
     model, batch = nn.Linear(5, 4).double(), (random(6, 5), torch.arange(6) % 4)
     axes = PrincipalAxes.fit(HookGradientComputer(model, ImageClassificationModelOutput()), [batch], k_in=3)
     assert_leading(axes.axes("weight", SIDES[1]), batch[0])
@@ -165,11 +153,8 @@ def test_axes_are_the_leading_singular_vectors_of_all_positions():
 
 def test_axes_of_gradient_covariances_do_not_depend_on_how_gradients_come():
     stream, block = BlockStream({"w": (6, 9)}), factors((6, 9), 5)
-    fits = [
-        PrincipalAxes.fit(stream, [[given]], k_in=2, k_out=3, covariances="gradients")
-        for given in (block, formed(block, (6, 9)))
-    ]
-
+    settings = {"k_in": 2, "k_out": 3, "covariances": "gradients"}
+    fits = [PrincipalAxes.fit(stream, [[one]], **settings) for one in (block, formed(block, (6, 9)))]
     for side in SIDES:
         torch.testing.assert_close(fits[0].axes("w", side), fits[1].axes("w", side))
 
@@ -284,7 +269,6 @@ def test_what_does_not_fit_is_refused(call, error, message):
 
 
 # ---- a segment for every module
-
 MODULES = {"a.weight": (3, 2), "head": (5,), "a.bias": (3,), "b.c.weight": (2, 70)}
 NAMES = {"a": ["a.weight", "a.bias"], "(model)": ["head"], "b.c": ["b.c.weight"]}
 
@@ -297,7 +281,6 @@ def test_a_segment_holds_what_the_projector_makes_of_its_module_alone(inner, pro
     projector = INNER[inner](proj_dim, 1)
     made = PerModuleProjector(projector)
     row, segments = made.project(grads, 2), made.layout(MODULES).segments
-
     assert [segment.name for segment in segments] == list(NAMES)
     for segment, names in zip(segments, NAMES.values(), strict=True):
         own = {name: grads[name] for name in names}
@@ -320,8 +303,6 @@ def test_modules_have_names_fingerprints_and_errors_of_their_own():
 
 
 # ---- the choice by name
-
-
 @pytest.mark.quick
 def test_names_objects_and_layouts_are_taken_as_documented():
     for name, make in PROJECTORS.items():
@@ -342,15 +323,7 @@ def test_names_objects_and_layouts_are_taken_as_documented():
 @pytest.mark.cuda
 def test_fitted_features_are_the_same_on_cuda_up_to_rounding():
     axes, block = fitted_axes(3, shapes={"w": (6, 9)}), factors((6, 9), 5)
-    host, device = (
-        accumulated(
-            TwoSidedProjector(3, matrices=axes, device=where),
-            [block],
-            num_samples=3,
-            parameters={"w": (6, 9)},
-        )
-        for where in (None, "cuda")
-    )
-
+    both = (TwoSidedProjector(3, matrices=axes, device=where) for where in (None, "cuda"))
+    host, device = (accumulated(one, [block], num_samples=3, parameters={"w": (6, 9)}) for one in both)
     assert device.is_cuda
     torch.testing.assert_close(device.cpu(), host, rtol=1e-10, atol=1e-11)

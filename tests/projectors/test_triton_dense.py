@@ -1,7 +1,5 @@
 """The Triton kernel for dense Rademacher products, interpreted and on a GPU. Compiled: test_triton_sketch.py."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys
@@ -15,20 +13,17 @@ from triton_cases import KEY, interpreted, kernels_of, signs_of, use_on
 
 from trak_lite.projectors import BasicProjector, GaussianProjector, RademacherProjector
 
-interpreter = triton_cases.interpreter
-launches = triton_cases.launches
-forget_choices = triton_cases.forget_choices
-no_warning = triton_cases.no_warning
+interpreter, launches = triton_cases.interpreter, triton_cases.launches
+forget_choices, no_warning = triton_cases.forget_choices, triton_cases.no_warning
 
 
-def kernel_product(rows: torch.Tensor, proj_dim: int, start: int = 0, **options) -> torch.Tensor:
+def kernel_product(rows, proj_dim, start=0, **options):
     total = torch.zeros(rows.shape[0], proj_dim, device=rows.device)
     kernels_of().dense.add_signed_product_(total, rows, KEY, start, **options)
     return total
 
 
 # ---- in the interpreter
-
 STARTS = [2**31 - 20, 2**32 - 20, 2**32, 2**33 - 1]
 """The high word of an index goes into the key."""
 
@@ -67,7 +62,6 @@ def test_products_of_gradients_read_where_they_lie_are_added_up_in_float32(name,
     found = kernel_product(rows, 40)
     expected = rows.double() @ signs_of(rows.shape[1], 40).double()
     bound = 2**-22 * math.sqrt(max(1, rows.shape[1])) * rows.double().abs().sum(1, keepdim=True)
-
     assert bool(((found.double() - expected).abs() <= bound).all())
     assert torch.equal(found, kernel_product(rows.float().contiguous(), 40))
     interpreter.dense.add_signed_product_(total, rows, KEY)
@@ -75,8 +69,6 @@ def test_products_of_gradients_read_where_they_lie_are_added_up_in_float32(name,
 
 
 # ---- the choice of the kernel
-
-
 @interpreted
 def test_a_projector_gives_the_same_features_with_and_without_the_kernel(monkeypatch, launches):
     grads = {"a": random(4, 5, 6), "b": random(4, seed=1)}
@@ -129,8 +121,6 @@ def test_products_and_sketches_on_a_cpu_do_not_import_the_kernels():
 
 
 # ---- on a GPU
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("proj_dim", [1, 33, 512, 1000])
 def test_signs_on_a_gpu_are_those_of_torch_bit_for_bit(proj_dim):

@@ -3,15 +3,12 @@
 Compiled are the product's own launches, with a driver that does not launch; gradients are tensors without memory.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,18 +16,6 @@ import torch
 import triton_cases
 from projection_cases import accumulated, assert_close, factors
 from projection_cases import random32 as random
-from triton_cases import (
-    KEY,
-    PLACES,
-    SHARED,
-    Compiler,
-    fresh_kernels,
-    interpreted,
-    kernels_of,
-    machine_code,
-    signs_from,
-    use_on,
-)
 
 from trak_lite.projectors import CountSketchProjector, RademacherProjector
 from trak_lite.testing import ProjectorTests
@@ -40,10 +25,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
-interpreter = triton_cases.interpreter
-launches = triton_cases.launches
-forget_choices = triton_cases.forget_choices
-no_warning = triton_cases.no_warning
+interpreter, launches = triton_cases.interpreter, triton_cases.launches
+forget_choices, no_warning = triton_cases.forget_choices, triton_cases.no_warning
 
 
 @pytest.fixture
@@ -51,7 +34,7 @@ def kernels(interpreter):
     return interpreter.sketch
 
 
-def sketched(grads, proj_dim: int, shape: tuple[int, ...] | None = None, **settings) -> torch.Tensor:
+def sketched(grads, proj_dim, shape=None, **settings):
     """Features of dense gradients ``(b, n)`` of a parameter, or of (inputs, output_grads)."""
     projector = CountSketchProjector(proj_dim, seed=3, factors="form", **settings)
     if not isinstance(grads, tuple):
@@ -61,13 +44,13 @@ def sketched(grads, proj_dim: int, shape: tuple[int, ...] | None = None, **setti
     return accumulated(projector, [block], **options)
 
 
-def by_torch(*arguments, **settings) -> torch.Tensor:
+def by_torch(*arguments, **settings):
     with pytest.MonkeyPatch.context() as patch:
-        use_on(patch)
+        triton_cases.use_on(patch)
         return sketched(*arguments, **settings)
 
 
-def assert_same_bits(launches: list, *arguments, **settings) -> None:
+def assert_same_bits(launches, *arguments, **settings):
     sketched(random(1, 8), 4)  # the kernels are checked when they are first used
     launches.clear()
     actual = sketched(*arguments, **settings)
@@ -78,7 +61,6 @@ def assert_same_bits(launches: list, *arguments, **settings) -> None:
 
 
 # ---- in the interpreter
-
 WIDE = {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2, "_MATRIX_COLUMNS": 256}
 """Few programs with many columns each: the interpreter takes its time for every program."""
 SHAPES = [
@@ -103,7 +85,7 @@ ROWS = {
 }
 
 
-def factors_of(shape: tuple[int, int], x: torch.dtype, g: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def factors_of(shape, x, g):
     return random(3, 2, shape[1], dtype=x), random(3, 2, shape[0], seed=1, dtype=g)
 
 
@@ -122,7 +104,7 @@ BITS = {
 }  # fmt: skip
 
 
-@interpreted
+@triton_cases.interpreted
 @pytest.mark.parametrize("name", BITS)
 def test_features_have_the_bits_of_torch(name, kernels, launches, monkeypatch):
     grads, proj_dim, shape = BITS[name]
@@ -134,7 +116,7 @@ def test_features_have_the_bits_of_torch(name, kernels, launches, monkeypatch):
         assert sketched(grads[:0], proj_dim, shape).shape == (0, proj_dim)
 
 
-@interpreted
+@triton_cases.interpreted
 @pytest.mark.parametrize("segments", [1, 2, 100])
 def test_segments_of_tiles_are_added_after_each_other(launches, kernels, monkeypatch, segments):
     """Short segments, a few in a launch; the last has fewer tiles, the last tile fewer entries."""
@@ -145,7 +127,7 @@ def test_segments_of_tiles_are_added_after_each_other(launches, kernels, monkeyp
     assert_same_bits(launches, random(2, 10 * 32_000 + 100), 1000)
 
 
-@interpreted
+@triton_cases.interpreted
 @pytest.mark.parametrize("first", [2**37 - 64, 2**37, 2**38 + 64])
 def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(kernels, first):
     """Entry 2**37 has the sign word 2**32; all entries are one number in memory, which the strides allow."""
@@ -153,10 +135,10 @@ def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(ker
     rows = torch.ones(1, 1).expand(1, first + 2 * width)
     sums = torch.empty(2, 1, width)
     kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
-    assert torch.equal(sums.flatten(), signs_from(key, first, 2 * width))
+    assert torch.equal(sums.flatten(), triton_cases.signs_from(key, first, 2 * width))
 
 
-@interpreted
+@triton_cases.interpreted
 def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpreter):
     """Rows are 2**31 entries apart, entries 2**26; memory that nobody writes takes no memory."""
     memory = torch.from_numpy(np.zeros(2**31 + 61 * 2**26, dtype=np.float16))
@@ -169,7 +151,7 @@ def test_entries_and_rows_beyond_two_to_the_31_are_read_where_they_lie(interpret
     assert torch.equal(sketched(wide, 40, (2, 96)), sketched(wide.clone(), 40, (2, 96)))
 
 
-@interpreted
+@triton_cases.interpreted
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_row_that_is_not_finite_spoils_no_other(interpreter, value):
     rows = random(3, 280)
@@ -179,7 +161,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(interpreter, value):
         assert features.isfinite().all(1).tolist() == [True, False, True]
 
 
-@interpreted
+@triton_cases.interpreted
 @pytest.mark.parametrize(("bands", "most_parts"), [(1, 2), (2, 4), (7, 65535), (100, 2), (100, 65535)])
 def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, bands, most_parts):
     """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
@@ -195,9 +177,7 @@ def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, ba
 
 
 # ---- the choice of the kernels
-
-
-@interpreted
+@triton_cases.interpreted
 class TestProjectorsOnTheKernels(ProjectorTests):
     @pytest.fixture(autouse=True, params=[CountSketchProjector, RademacherProjector])
     def _small_programs(self, request, interpreter, monkeypatch):
@@ -209,7 +189,7 @@ class TestProjectorsOnTheKernels(ProjectorTests):
         return self.kind(proj_dim, seed=seed, **options)
 
 
-@interpreted
+@triton_cases.interpreted
 def test_what_the_kernels_do_not_read_stays_with_torch_and_copies_do_not(launches):
     sketched(random(2, 30).to(torch.float8_e5m2), 8)
     assert launches == []
@@ -224,7 +204,7 @@ class Zeros:
         return torch.zeros(15, 70)
 
 
-def fails(error: Exception):
+def fails(error):
     def launch(*args, **options):
         raise error
 
@@ -234,20 +214,20 @@ def fails(error: Exception):
 COMPILER = RuntimeError("Failed to find C compiler.")
 
 
-def features_of_both() -> list[torch.Tensor]:
+def features_of_both():
     """Of a vector, a matrix, and a dense projection."""
     sketches = [sketched(random(2, 210), 8, shape) for shape in (None, (3, 70))]
     return [*sketches, RademacherProjector(40).project(random(2, 30), 0)]
 
 
-def assert_made_by_torch(made: list[torch.Tensor], monkeypatch) -> None:
-    use_on(monkeypatch)
+def assert_made_by_torch(made, monkeypatch):
+    triton_cases.use_on(monkeypatch)
     *sketches, product = features_of_both()
     assert all(torch.equal(found, expected) for found, expected in zip(made[:2], sketches, strict=True))
     assert_close(made[2], product, 1e-6)
 
 
-@interpreted
+@triton_cases.interpreted
 @pytest.mark.usefixtures("forget_choices")
 @pytest.mark.parametrize(
     ("kind", "launcher", "value", "reason"),
@@ -276,8 +256,8 @@ def test_kernels_that_fail_are_replaced_by_torch_with_one_logged_line(
 
 @pytest.mark.usefixtures("forget_choices")
 def test_without_triton_torch_makes_the_features_with_one_logged_line_for_each_use(monkeypatch, caplog):
-    use_on(monkeypatch, "cpu")
-    with fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
+    triton_cases.use_on(monkeypatch, "cpu")
+    with triton_cases.fresh_kernels(interpret=True), caplog.at_level(logging.WARNING, "trak_lite"):
         monkeypatch.setitem(sys.modules, "triton", None)
         made = [features_of_both() for _ in range(2)]
     assert [record.args[0] for record in caplog.records] == ["Sketches", "Dense Rademacher projections"]
@@ -287,13 +267,11 @@ def test_without_triton_torch_makes_the_features_with_one_logged_line_for_each_u
 
 
 # ---- compiled, without a GPU
-
-
 @pytest.fixture(scope="module")
 def to_compile():
     pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
-    with fresh_kernels(interpret=False):
-        yield kernels_of()
+    with triton_cases.fresh_kernels(interpret=False):
+        yield triton_cases.kernels_of()
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +279,7 @@ def only_compiled(to_compile, tmp_path_factory):
     import triton
 
     with pytest.MonkeyPatch.context() as patch:
-        made = Compiler()
+        made = triton_cases.Compiler()
         folder = tmp_path_factory.mktemp("triton")
         patch.setenv("TRITON_CACHE_DIR", str(folder))
         patch.setattr(triton.runtime.driver, "_active", made)
@@ -311,8 +289,8 @@ def only_compiled(to_compile, tmp_path_factory):
 @pytest.fixture
 def compiler(only_compiled, to_compile, monkeypatch):
     """The driver, which all kernels hold once they are compiled; the projectors take it on tensors without memory."""
-    use_on(monkeypatch, "meta")
-    for place, kernels in zip(PLACES, (to_compile.sketch, to_compile.dense), strict=True):
+    triton_cases.use_on(monkeypatch, "meta")
+    for place, kernels in zip(triton_cases.PLACES, (to_compile.sketch, to_compile.dense), strict=True):
         name = f"trak_lite.projectors.{place}.usable_kernels"
         monkeypatch.setattr(name, lambda *_, kernels=kernels: kernels)
     only_compiled[0].capability = 90
@@ -324,7 +302,7 @@ def compiler(only_compiled, to_compile, monkeypatch):
 def compiled(compiler, only_compiled, to_compile, monkeypatch):
     """Compiles what one call launches for gradients of a dtype; returns the files of a kernel, by their suffix."""
 
-    def files(kernel: str, call, dtype: torch.dtype, capability: int = 90) -> dict[str, Path]:
+    def files(kernel, call, dtype, capability=90):
         for module in vars(to_compile).values():
             for value in vars(module).values():
                 getattr(value, "device_caches", {}).clear()
@@ -332,36 +310,35 @@ def compiled(compiler, only_compiled, to_compile, monkeypatch):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
         compiler.capability = capability
         call(dtype)
-        pointer = (
-            f"ptr<{DTYPES[dtype].replace('p', '')}>"  # not those of what folds the sums of narrower gradients
-        )
+        # not those of what folds the sums of narrower gradients
+        pointer = f"ptr<{DTYPES[dtype].replace('p', '')}>"
         (found,) = [path for path in folder.glob(f"*/{kernel}.ttir") if pointer in path.read_text()]
         return {file.suffix[1:]: file for file in found.parent.glob(f"{kernel}.*")}
 
     return files
 
 
-def no_memory(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def no_memory(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def vector(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=2048) -> None:
+def vector(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=2048):
     sketched(no_memory(num_rows, num_entries, dtype=dtype), proj_dim)
 
 
-def tile(dtype=torch.float32) -> None:
+def tile(dtype=torch.float32):
     vector(dtype, num_entries=20_000)
 
 
-def matrix(dtype=torch.float32) -> None:
+def matrix(dtype=torch.float32):
     sketched(no_memory(64, 3 * 512, dtype=dtype), 2048, (3, 512))
 
 
-def apart(dtype=torch.float32) -> None:
+def apart(dtype=torch.float32):
     sketched((no_memory(64, 2, 512, dtype=dtype), no_memory(64, 2, 300, dtype=dtype)), 2048, (300, 512))
 
 
-def signs(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=8192, **settings) -> None:
+def signs(dtype=torch.float32, num_rows=64, num_entries=200_000, proj_dim=8192, **settings):
     rows = no_memory(num_rows, num_entries, dtype=dtype)
     RademacherProjector(proj_dim, dtype=torch.float32, **settings).project(rows, 0)
 
@@ -372,7 +349,7 @@ SPILLED = {("_ring_sums", 80, "*fp64"): 80}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", triton_cases.SHARED)
 def test_no_register_is_spilled(compiler, capability, dtype):
     """Triton refuses too much shared memory."""
     compiler.capability = capability
@@ -392,7 +369,7 @@ def test_no_register_is_spilled(compiler, capability, dtype):
 )  # fmt: skip
 def test_reads_are_under_way_together_and_no_register_is_spilled(compiled, name, call, reads, capability):
     files = compiled(name, call, torch.float32, capability)
-    instructions = re.findall(r"\b(LDG|FFMA|STL|LDL)\b", machine_code(files["cubin"]))
+    instructions = re.findall(r"\b(LDG|FFMA|STL|LDL)\b", triton_cases.machine_code(files["cubin"]))
     assert not {"STL", "LDL"}.intersection(instructions)
     first_sum = instructions.index("FFMA")
     assert instructions[:first_sum].count("LDG") >= reads
@@ -407,7 +384,6 @@ def test_neighbours_in_memory_are_read_by_neighbouring_lanes_and_small_numbers_a
     """The layout of the reads has columns, not rows, on the lanes of a warp."""
     files = compiled(name, LAUNCHED[name], dtype)
     layout = files["ttgir"].read_text()
-
     pointer = f"x!tt.ptr<{DTYPES[dtype].replace('p', '')}>"
     load = next(line for line in layout.splitlines() if "tt.load" in line and pointer in line)
     blocked = re.search(r"#blocked\d*", load)[0]
@@ -438,7 +414,7 @@ def test_gradients_are_addressed_with_64_bits(compiled, name):
     assert {bits for _, bits in steps} == {"i64"}, steps
 
 
-def assert_launchable(launches: list) -> None:
+def assert_launchable(launches):
     for name, grid, types, values in launches:
         assert grid[0] < 2**31, name
         assert max(grid[1:]) <= 65_535, (name, grid)
@@ -467,13 +443,10 @@ def test_strides_of_64_bits_reach_the_kernels(compiler, to_compile):
     far = no_memory(1, 1, dtype=torch.float16).as_strided((1000, 1536), (2**33, 2**20))
     sketched(far, 2048)
     sketched(far, 2048, (3, 512))
-    to_compile.dense.add_signed_product_(no_memory(1000, 2048), far, KEY)
-
+    to_compile.dense.add_signed_product_(no_memory(1000, 2048), far, triton_cases.KEY)
     assert_launchable(compiler.launches)
-    strides = [types.get("row_stride") for name, _, types, _ in compiler.launches if name != "_matrix_sums"]
-    strides += [
-        types.get("sample_stride") for name, _, types, _ in compiler.launches if name == "_matrix_sums"
-    ]
+    names = {"_matrix_sums": "sample_stride"}
+    strides = [types.get(names.get(name, "row_stride")) for name, _, types, _ in compiler.launches]
     assert len(compiler.launches) >= 3
     assert set(strides) == {"i64"}
 
@@ -520,8 +493,6 @@ def test_the_kernels_compile_for_amd(tmp_path):
 
 
 # ---- on a GPU
-
-
 @pytest.mark.cuda
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -567,7 +538,7 @@ def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(
     With the smaller budget a band of rows does not fit, and the factors are transformed.
     """
     matrix = "trak_lite.projectors.sketch.matrix"
-    monkeypatch.setattr(kernels_of().sketch, "scratch_bytes", lambda device: budget)
+    monkeypatch.setattr(triton_cases.kernels_of().sketch, "scratch_bytes", lambda device: budget)
     monkeypatch.setattr(f"{matrix}.scratch_bytes", lambda device: budget)
     monkeypatch.setattr(f"{matrix}.fourier_takes_less_time", lambda *_, **__: False)
     block = factors((700, 600), 5, positions, dtype)
@@ -585,7 +556,6 @@ def test_entries_beyond_two_to_the_31_on_a_gpu_are_read_where_they_lie():
     units = torch.zeros(1, 65_536)
     units[0, int(found.abs().argmax())] = 1
     entry = CountSketchProjector(65_536, seed=3).adjoint(units.cuda(), model_id=1, parameters={"w": (size,)})
-
     assert found.abs().sum() == 2
     assert float(entry["w"][0, place]) * 2 == float(found.sum())
 

@@ -1,17 +1,13 @@
 """Triton kernels without a GPU: in the interpreter on CPU tensors, or compiled and not launched."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,19 +29,19 @@ else:
     interpreted = pytest.mark.usefixtures("interpreter")  # of the test's module
 
 
-def signs_of(num_entries: int, proj_dim: int, start: int = 0) -> torch.Tensor:
+def signs_of(num_entries, proj_dim, start=0):
     """Rows of the sign matrix of ``KEY``, drawn by torch."""
     entries = RademacherEntries(proj_dim, max(1, num_entries), torch.device("cpu"))
     out = torch.empty(num_entries, RademacherEntries.width(proj_dim))
     return entries.draw_(out, KEY, start)[:, :proj_dim]
 
 
-def signs_from(key: int, first: int, count: int) -> torch.Tensor:
+def signs_from(key, first, count):
     """Signs of the entries of a long vector, drawn by torch."""
     return hash_signs(key, first, count, device=torch.device("cpu"))
 
 
-def kernels_of() -> SimpleNamespace:
+def kernels_of():
     """The modules of kernels, which need triton when they are imported."""
     from trak_lite.projectors.dense import triton as dense
     from trak_lite.projectors.sketch import triton as sketch
@@ -53,19 +49,19 @@ def kernels_of() -> SimpleNamespace:
     return SimpleNamespace(dense=dense, sketch=sketch)
 
 
-def use_on(patch: pytest.MonkeyPatch, *devices: str) -> None:
+def use_on(patch, *devices):
     """Let the kernels be tried on these devices alone."""
     for place in PLACES:
         patch.setattr(f"{package.__name__}.{place}._KERNEL_DEVICES", frozenset(devices))
 
 
-def choose_anew() -> None:
+def choose_anew():
     """Forget which devices were found to run the kernels."""
     usable_kernels.cache_clear()
 
 
 @contextlib.contextmanager
-def fresh_kernels(*, interpret: bool) -> Iterator[None]:
+def fresh_kernels(*, interpret):
     """Let kernel modules be imported anew, interpreted or to be compiled; those from before come back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1" if interpret else "0")
@@ -82,7 +78,7 @@ def fresh_kernels(*, interpret: bool) -> Iterator[None]:
             choose_anew()
 
 
-def _take_kernel_modules() -> dict[str, ModuleType]:
+def _take_kernel_modules():
     """Remove and return the imported kernel modules."""
     inside = [name for name in sys.modules if name.startswith(f"{package.__name__}.")]
     names = [name for name in inside if name.rpartition(".")[2].startswith("triton")]
@@ -93,7 +89,7 @@ def _take_kernel_modules() -> dict[str, ModuleType]:
 
 
 @contextlib.contextmanager
-def in_the_interpreter() -> Iterator[SimpleNamespace]:
+def in_the_interpreter():
     """Use interpreted kernels on the CPU; yields their modules."""
     pytest.importorskip("triton", reason="needs triton, which the test extra installs on Linux")
     with fresh_kernels(interpret=True), pytest.MonkeyPatch.context() as patch:
@@ -101,22 +97,17 @@ def in_the_interpreter() -> Iterator[SimpleNamespace]:
         yield kernels_of()
 
 
-def recorded_launches(patch: pytest.MonkeyPatch) -> list[dict]:
+def recorded_launches(patch):
     """Return the list to which the interpreter adds the constants of every launch."""
     from triton.runtime.interpreter import GridExecutor
 
     found, launch = [], GridExecutor.__call__
-    patch.setattr(
-        GridExecutor,
-        "__call__",
-        lambda self, *args, **named: found.append(named) or launch(self, *args, **named),
-    )
+    noted = lambda self, *args, **named: found.append(named) or launch(self, *args, **named)  # noqa: E731
+    patch.setattr(GridExecutor, "__call__", noted)
     return found
 
 
 # ---- fixtures, which the test modules take over by name
-
-
 @pytest.fixture(scope="module")
 def interpreter():
     with in_the_interpreter() as kernels:
@@ -145,8 +136,6 @@ def no_warning(forget_choices, caplog):
 
 
 # ---- compiled, without a GPU
-
-
 @dataclass
 class Compiler:
     """A driver of Triton for a GPU that is not there: it compiles, and keeps what would be launched."""
@@ -167,15 +156,9 @@ class Compiler:
     def get_current_device(self):
         return self.capability  # kernels are cached by device
 
-    def get_current_stream(self, device):
-        return 0
-
-    def get_device_interface(self):
-        return torch.cuda
-
-    @property
-    def utils(self):
-        return self
+    get_current_stream = staticmethod(lambda device: 0)
+    get_device_interface = staticmethod(lambda: torch.cuda)
+    utils = property(lambda self: self)
 
     def get_device_properties(self, device):
         return {"max_shared_mem": SHARED[self.capability]}
@@ -201,14 +184,14 @@ class Compiler:
         return launch
 
 
-def _disassembled(binary: bytes, tool: str, *options: str) -> str:
+def _disassembled(binary, tool, *options):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
         return subprocess.run([tool, *options, file.name], check=True, capture_output=True, text=True).stdout
 
 
-def machine_code(path: Path) -> str:
+def machine_code(path):
     """Return the instructions of a compiled kernel."""
     import triton
 

@@ -103,7 +103,6 @@ def test_a_replay_stays_within_its_memory(case):
     made = recipe(settings.pop("model", wide), loss, data, **{"batch_size": 16, **settings})
     run = made.train(**spacing)
     run.metasmoothness()
-
     # with one target a large step takes more
     least = peak(run, halves(1, 1), max_bytes=1) if case == "a large step" else 0
     assert peak(run, few, max_bytes=max_bytes) <= max(max_bytes, 1.1 * least + max_bytes / 2)
@@ -116,11 +115,9 @@ def test_a_larger_budget_is_used_for_larger_blocks(monkeypatch):
     run.metasmoothness()
     steps, step, found = [], TrainingRun.step, []
     monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
-
     for budget in (2 << 20, 8 << 20):
         steps.clear()
         used = peak(run, few, max_bytes=budget)
         found.append(steps.count(2))
         assert budget / 4 < used <= budget
-
     assert found[0] >= 3 * found[1] >= 3

@@ -197,7 +197,6 @@ def test_runs_of_other_trainings_have_other_digests_and_scores_in_one_store(tmp_
     attributor.featurize(own["data"])
     made = attributor.score(targets(), "few", method=Unrolled(first)).numpy()
     own["V"] = 0.5
-
     with pytest.raises(ManifestMismatchError, match="leads to other weights"):
         attributor.score(targets(), "few", method=Unrolled(first))
     other = recipe_of(own).train()
@@ -217,15 +216,12 @@ def test_other_targets_and_tasks_need_another_name(tmp_path):
         replayed(run, others, name="few")
     with pytest.raises(ManifestMismatchError, match="task"):
         replayed(run, task=doubled, name="few")
-
     np.testing.assert_allclose(replayed(run, task=doubled, name="twice"), 2 * first, rtol=1e-6)
     assert np.abs(replayed(run, others, name="others") - first).max() > 1e-3
     assert replayed(run, name="few").tobytes() == first.tobytes()
 
 
 # --- Folders -------------------------------------------------------------------------------------------------
-
-
 def denied(path, *args, **settings):
     raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -254,7 +250,6 @@ def test_files_of_a_run_have_the_usual_permissions_and_one_that_may_not_be_read_
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {path.stat().st_mode for path in files} == {(tmp_path / "plain").stat().st_mode}
     assert len(files) >= 3
-
     real = os.open
 
     def refuse(path, *given, **more):

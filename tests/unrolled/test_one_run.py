@@ -66,7 +66,6 @@ def test_exact_scores_predict_the_run_without_some_rows_and_random_ones_do_not(r
 
 
 def test_a_verdict_is_that_of_plain_repetitions_without_some_rows(run, scores, verdict):
-    """Trainings with zero weights one by one."""
     masks = ~subset_masks(ROWS, 16, alpha=0.05, seed=0)
     assert (masks.sum(1) == 95).all()
     with torch.no_grad():
@@ -99,7 +98,6 @@ def test_a_second_call_repeats_one_training_of_each_share(scores, run, tmp_path)
         built.clear()
         verdicts.append(one(held, counted, budget=3))
         counts.append(len(built))
-
     assert verdicts[0] == verdicts[1]
     assert counts[0] - counts[1] == 2 * len(SHARES) * (3 - 1), "each training builds two models"
 

@@ -4,22 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import unrolled_cases as cases
 from torch import nn
 from torch.utils.data import TensorDataset
-from unrolled_cases import (
-    CLASSES,
-    WIDTH,
-    N,
-    assert_close,
-    changed,
-    differences,
-    loss,
-    margin,
-    recipe,
-    replayed,
-    targets,
-    vectors,
-)
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
 from trak_lite.unrolled import SGD, Adam, unrolled
@@ -29,7 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness"
 
 def around(*layers):
     """Return a model function with layers between two linear ones."""
-    return lambda seed: nn.Sequential(nn.Linear(WIDTH, 6), *layers, nn.Linear(6, CLASSES)).double()
+    return lambda seed: nn.Sequential(
+        nn.Linear(cases.WIDTH, 6), *layers, nn.Linear(6, cases.CLASSES)
+    ).double()
 
 
 class Counter(nn.Module):
@@ -81,7 +70,7 @@ UNREPEATABLE = [
 @pytest.mark.parametrize(("layers", "message"), UNREPEATABLE)
 def test_a_model_that_cannot_be_repeated_is_refused(layers, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        recipe(around(*layers)).train()
+        cases.recipe(around(*layers)).train()
 
 
 class Once(torch.autograd.Function):
@@ -104,15 +93,15 @@ class OnceLayer(nn.Linear):
 
 @pytest.mark.quick
 def test_an_operation_without_second_derivative_is_refused():
-    run = recipe(lambda seed: OnceLayer(WIDTH, CLASSES).double()).train()
+    run = cases.recipe(lambda seed: OnceLayer(cases.WIDTH, cases.CLASSES).double()).train()
     with pytest.raises(UnsupportedModelError, match=r"OnceLayer.*once_differentiable"):
-        replayed(run)
+        cases.replayed(run)
 
 
 class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()
-        self.layer, self.head = kind(3, 4, batch_first=True), nn.Linear(4, CLASSES)
+        self.layer, self.head = kind(3, 4, batch_first=True), nn.Linear(4, cases.CLASSES)
 
     def forward(self, inputs):
         return self.head(self.layer(inputs.reshape(-1, 2, 3))[0][:, -1])
@@ -121,18 +110,19 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_exact(kind):
     """In float32 too, where the fused LSTM of a CPU has no second derivative."""
-    made = recipe(lambda seed: Recurrent(kind).double(), epochs=1)
-    found = replayed(made.train())
-    assert_close(found[[2]], differences(made, [2]), rtol=1e-5)
-    halved = [TensorDataset(data.tensors[0].float(), data.tensors[1]) for data in (made.data, targets())]
-    single = changed(made, model_fn=lambda seed: Recurrent(kind), data=halved[0]).train()
-    np.testing.assert_allclose(replayed(single, halved[1]), found, rtol=1e-2, atol=1e-4)
+    made = cases.recipe(lambda seed: Recurrent(kind).double(), epochs=1)
+    found = cases.replayed(made.train())
+    cases.assert_close(found[[2]], cases.differences(made, [2]), rtol=1e-5)
+    pairs = made.data.tensors, cases.targets().tensors
+    halved = [TensorDataset(inputs.float(), labels) for inputs, labels in pairs]
+    single = cases.changed(made, model_fn=lambda seed: Recurrent(kind), data=halved[0]).train()
+    np.testing.assert_allclose(cases.replayed(single, halved[1]), found, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("spacing", [{"checkpoints": "sqrt"}, {"checkpoints": "all"}, {"interval": 99}])
 def test_a_training_that_becomes_nan_names_the_first_step(tmp_path, spacing):
-    made = recipe(schedule=lambda step: float("inf") if step == 4 else 1.0, epochs=5)
+    made = cases.recipe(schedule=lambda step: float("inf") if step == 4 else 1.0, epochs=5)
     for path in (None, tmp_path):
         with pytest.raises(NonFiniteError, match="after step 4, counted from 0"):
             made.train(path, **spacing)
@@ -147,17 +137,16 @@ def test_derivatives_that_are_infinite_name_the_targets():
         nn.init.constant_(model[0].bias, -100.0)
         return model
 
-    run = recipe(build, optimizer=Adam(lr=0.01, eps_root=0.0)).train()
-
+    run = cases.recipe(build, optimizer=Adam(lr=0.01, eps_root=0.0)).train()
     with pytest.raises(NonFiniteError, match=r"targets \[0, 1, 2, 3\].*eps_root"):
-        replayed(run)
-    assert np.isfinite(replayed(recipe(build, optimizer=Adam(lr=0.01)).train())).all()
+        cases.replayed(run)
+    assert np.isfinite(cases.replayed(cases.recipe(build, optimizer=Adam(lr=0.01)).train())).all()
 
 
 WITHOUT_ROWS = [
     lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
     lambda model, batch: model(batch[0]),
-    lambda model, batch: loss(model, batch)[:-1],
+    lambda model, batch: cases.loss(model, batch)[:-1],
     lambda model, batch: 1.0,
 ]
 
@@ -178,9 +167,9 @@ RECIPES = [
     ({"optimizer": torch.optim.SGD}, "optimizer must be an SGD, Adam or AdamW"),
 ]
 TRAININGS = [
-    ({"weights": np.ones(N - 1)}, "one finite number per train row"),
-    ({"weights": np.ones((N, 1))}, "one finite number per train row"),
-    ({"weights": np.full(N, np.nan)}, "one finite number per train row"),
+    ({"weights": np.ones(cases.N - 1)}, "one finite number per train row"),
+    ({"weights": np.ones((cases.N, 1))}, "one finite number per train row"),
+    ({"weights": np.full(cases.N, np.nan)}, "one finite number per train row"),
     ({"checkpoints": "some"}, "checkpoints"),
     ({"interval": 0}, "interval"),
 ]
@@ -206,21 +195,21 @@ REPLAYS = [
 
 
 def of_a_replay(runs=lambda run: run, **settings):
-    unrolled(runs(recipe().train()), TensorDataset(*vectors(2, 1)), margin, **settings)
+    unrolled(runs(cases.recipe().train()), TensorDataset(*cases.vectors(2, 1)), cases.margin, **settings)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        *((lambda s=s: recipe(loss_fn=s).train(), r'for 4 rows.*reduction="none"') for s in WITHOUT_ROWS),
-        *((lambda s=s: recipe(**s), message) for s, message in RECIPES),
-        (lambda: recipe(optimizer=of_torch()), "got Adam.*cannot be differentiated"),
-        *((lambda s=s: recipe().train(**s), message) for s, message in TRAININGS),
+        *((lambda s=s: cases.recipe(loss_fn=s).train(), r'for 4 rows.*reduction="none"') for s in WITHOUT_ROWS),
+        *((lambda s=s: cases.recipe(**s), message) for s, message in RECIPES),
+        (lambda: cases.recipe(optimizer=of_torch()), "got Adam.*cannot be differentiated"),
+        *((lambda s=s: cases.recipe().train(**s), message) for s, message in TRAININGS),
         *((lambda cls=cls, s=s: cls(**{"lr": 0.1, **s}), message) for cls, s, message in OPTIMIZERS),
         *((lambda s=s: of_a_replay(**s), message) for s, message in REPLAYS),
     ],
-)
+)  # fmt: skip
 def test_arguments_are_checked(call, message):
     with pytest.raises(InvalidInputError, match=message):
         call()

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The training has metasmoothness"
 
 
 def files(folder):
-    """The bytes of every state by file name."""
     return {file.name: file.read_bytes() for file in (folder / "states").glob("[0-9]*")}
 
 
@@ -36,9 +35,7 @@ def test_a_layout_that_files_do_not_keep_does_not_change_bits(tmp_path, optimize
     made.train(tmp_path / "b", interval=2)
     for number in (4, 6):
         (tmp_path / "b" / "states" / f"{number:09d}.safetensors").unlink()
-
     again, held = made.train(tmp_path / "b", interval=2), made.train()
-
     assert files(tmp_path / "a") == files(tmp_path / "b")
     torch.testing.assert_close(again.final.parameters, held.final.parameters, rtol=0, atol=0)
     assert len({replayed(run, few, block=2).tobytes() for run in (first, again, held)}) == 1
@@ -89,7 +86,6 @@ def test_finished_blocks_are_kept_and_those_of_another_size_computed_again(tmp_p
     with pytest.raises(KeyboardInterrupt):
         scores(run, Interrupted(4 + 2), block)
     data = Interrupted(-1)
-
     np.testing.assert_array_equal(scores(run, data, again), replayed(recipe().train(), block=again))
     assert data.loads == loads
 
@@ -141,7 +137,6 @@ def test_a_damaged_file_of_a_run_is_refused_or_computed_again(stopped, tmp_path,
     path = sorted((tmp_path / "run").glob(FILES[kind]))[-1]
     whole = path.read_bytes()
     assert check_store(tmp_path / "run").ok
-
     for content in changed_files(whole, path, 30):
         path.write_bytes(content)
         report = check_store(tmp_path / "run")
@@ -173,7 +168,6 @@ def test_a_check_of_a_run_covers_its_scores(stopped, tmp_path):
     content = bytearray(chunk.read_bytes())
     content[0] ^= 1
     chunk.write_bytes(content)
-
     assert not check_store(tmp_path / "run").ok
     os.symlink(tmp_path, tmp_path / "link")
     assert check_store(tmp_path / "link/run", repair=True).set_aside
@@ -188,7 +182,6 @@ def test_no_link_in_the_folder_of_a_run_is_followed(stopped, tmp_path):
     chunk.write_bytes(b"damaged")
     shutil.rmtree(tmp_path / "run/scores.zarr", ignore_errors=True)
     os.symlink(tmp_path / "other/scores.zarr", tmp_path / "run/scores.zarr")
-
     report = check_store(tmp_path / "run", repair=True)
     assert "symbolic link" in str(report)
     assert not report.set_aside

@@ -49,7 +49,6 @@ def test_extreme_rates_and_in_place():
         lambda: F.dropout(torch.ones(50), 0.5, training=False),
         lambda: F.dropout(values, 0.5, inplace=True),
     )
-
     assert (kept == 1).all()
     assert (lost == 0).all()
     assert (evaluated == 1).all()
@@ -111,14 +110,6 @@ def test_training_and_replay_leave_the_generator_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_repeated_step_has_the_masks_of_the_training():
-    run = recipe(dropping).train(checkpoints="all")
-    again = run.step(run.step(run.states.get(3), 3), 4)
-    torch.testing.assert_close(again.parameters, run.states.get(5).parameters, rtol=0, atol=0)
-    other = recipe(dropping, seed=1).train()
-    assert not torch.equal(other.final.parameters["0.weight"], run.final.parameters["0.weight"])
-
-
 @pytest.mark.parametrize("keep", [True, False])
 def test_trainings_side_by_side_have_the_masks_of_one_alone(keep):
     run = recipe(dropping).train()
@@ -126,9 +117,8 @@ def test_trainings_side_by_side_have_the_masks_of_one_alone(keep):
     subsets, seeds = [np.arange(1, N), np.arange(N - 1)], [0, 3]
     together = function.train_many(subsets, seeds)
     for rows, seed, many in zip(subsets, seeds, together, strict=True):
-        torch.testing.assert_close(
-            function(rows, seed).state_dict(), many.state_dict(), rtol=1e-9, atol=1e-12
-        )
+        alone = function(rows, seed).state_dict()
+        torch.testing.assert_close(alone, many.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def attention(p):

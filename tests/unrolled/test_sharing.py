@@ -44,15 +44,13 @@ def test_processes_divide_the_blocks(tmp_path):
     run.metasmoothness()
     context = forkserver()
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [
-        context.Process(target=beside_another, args=(str(run.path), barrier, results)) for _ in range(2)
-    ]
+    arguments = str(run.path), barrier, results
+    processes = [context.Process(target=beside_another, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
     found = [results.get(timeout=100) for _ in processes]
     for process in processes:
         process.join()
-
     expected = replayed(recipe().train(), block=1)
     assert [scores for _, scores in found] == [expected.tobytes()] * 2
     counts = [count for count, _ in found]
@@ -61,7 +59,6 @@ def test_processes_divide_the_blocks(tmp_path):
 
 
 def held(path, ready, leave):
-    """Hold the first block."""
 
     def hold():
         ready.set()
@@ -85,7 +82,6 @@ def test_a_block_of_a_process_that_ends_is_taken_over(tmp_path, caplog, monkeypa
     monkeypatch.setattr(time, "sleep", wait)
     with caplog.at_level("INFO"):
         found = scores_of(tmp_path / "run", Dicts(*vectors(TARGETS, 1)), 1)
-
     assert "Another process replays blocks of 2 targets" in caplog.text
     assert process.exitcode is not None, "it was waited for"
     np.testing.assert_array_equal(found, replayed(recipe().train(), block=2))
@@ -98,7 +94,6 @@ def test_ranks_of_torchrun_divide_the_targets(monkeypatch, ranks, block, expecte
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     made, steps, step = recipe(train_id="nothing is repeated").train(interval=3), [], TrainingRun.step
     monkeypatch.setattr(TrainingRun, "step", lambda run, *args: steps.append(args[1]) or step(run, *args))
-
     for launched in (False, True):
         if launched:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

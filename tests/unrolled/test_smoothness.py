@@ -15,10 +15,6 @@ from trak_lite.methods import Unrolled
 from trak_lite.unrolled import SGD, Adam, unrolled
 
 
-def squared(model, batch):
-    return (model(batch[0]) - F.one_hot(batch[1], CLASSES)).square().sum(1)
-
-
 def linear(seed):
     return nn.Linear(WIDTH, CLASSES).double()
 
@@ -50,19 +46,11 @@ def looked_up(seed):
     return Net(2, CLASSES, sparse=True).double()
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_linear_model_with_squared_loss_and_whole_batches_is_smooth(steps):
-    made = recipe(linear, squared, optimizer=SGD(lr=0.01), batch_size=N, epochs=None, steps=steps)
-    assert made.train().metasmoothness() > (1 - 1e-9 if steps == 1 else 0.99)
-
-
 def test_a_chaotic_training_is_not_smooth_and_a_smooth_one_warns_of_nothing():
     run = recipe(relu, optimizer=SGD(lr=0.9, momentum=0.9), epochs=20).train()
     assert run.metasmoothness() < 0.7
     with pytest.warns(RuntimeWarning, match="metasmoothness 0.*GELU in place of ReLU"):
         unrolled(run, targets(), margin)
-
     run = recipe().train()
     assert run.metasmoothness() > 0.95
     with warnings.catch_warnings():
@@ -99,7 +87,6 @@ def test_the_value_is_that_of_three_trainings(h):
     finals = [final(k) for k in range(3)]
     total = (finals[2] - finals[0]).abs()
     signs = (finals[1] - finals[0]).sign() * (finals[2] - finals[1]).sign()
-
     found = made.train(weights=weights).metasmoothness(h, seed=3)
     assert found == pytest.approx(float((signs * total / total.sum()).sum()), abs=1e-6)
 
@@ -121,7 +108,6 @@ def test_the_usual_value_is_stored(tmp_path):
     assert recipe(build).train(tmp_path).metasmoothness(5.0, seed=1) != first
     again = recipe(build).train(tmp_path)
     built.extend([0] * (40 - len(built)))
-
     for run in (again, *runs):
         assert run.metasmoothness() == first
         with pytest.raises(ValueError, match="a training"):
@@ -144,8 +130,6 @@ def test_models_that_cannot_be_stacked_are_trained_one_after_the_other():
 
 
 # --- Scores of a replay are ordinary scores ------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=["disk", "memory"])
 def scores(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("run") if request.param == "disk" else None
@@ -155,7 +139,6 @@ def scores(request, tmp_path_factory):
 @pytest.mark.quick
 def test_values_and_order(scores):
     values = scores.numpy()
-
     assert scores.shape == (N, TARGETS) == values.shape
     assert values.dtype == np.float32
     np.testing.assert_array_equal(scores.top(3).indices, np.argsort(-values, axis=0)[:3].T)

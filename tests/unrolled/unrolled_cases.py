@@ -72,7 +72,6 @@ def targets(make=vectors, count=TARGETS):
 
 
 def replayed(run, data=None, task=margin, **settings):
-    """The scores of a replay as an array."""
     return unrolled(run, targets() if data is None else data, task, **settings).numpy()
 
 
@@ -87,9 +86,8 @@ def differences(made, rows, data=None, function=margin, weights=None, h=5e-4):
         with torch.no_grad():
             return function(model, batch).numpy()
 
-    return np.stack(
-        [(8 * (at(row, h) - at(row, -h)) - (at(row, 2 * h) - at(row, -2 * h))) / (12 * h) for row in rows]
-    )
+    slopes = [8 * (at(row, h) - at(row, -h)) - (at(row, 2 * h) - at(row, -2 * h)) for row in rows]
+    return np.stack(slopes) / (12 * h)
 
 
 def assert_close(found, expected, rtol=1e-6):
