@@ -128,18 +128,15 @@ def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     config = write_case(tmp_path, recipe=RECIPE + TRAINING, more="unroll:\n  block: 4\n")
     out = done(["unroll", config], capsys)
     assert "40 train rows x 6 targets" in out
-
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "run.run").rglob("*.safetensors")}
     assert times
     assert done(["unroll", config], capsys) == out
     assert times == {path: path.stat().st_mtime_ns for path in times}
-
     recipe = functions(tmp_path)
     targets, task = recipe["target_data"](), "image_classification"
     apart = unrolled(recipe["training"]().train(), targets, task, block=4)
     best = [f"{row} ({apart.numpy()[row, 0]:+.2e})" for row in apart.top(5, target=0).indices]
     assert f"target 0, most helpful rows: {'  '.join(best)}\n" in out
-
     assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
     for option in ("--where", "--by"):
         assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)

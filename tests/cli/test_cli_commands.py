@@ -84,7 +84,6 @@ def test_a_plan_measures_and_writes_nothing(ran, copied, tmp_path, capsys):
     assert "40 rows x 1 checkpoints, 6 targets, batches of 32" in shown
     assert "gradients: hook (" in shown
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.py", "run.yaml", "copy"}
-
     before = records(copied / "run.zarr")
     assert "40 rows x 3 checkpoints" in done(["plan", str(copied / "run.yaml")], capsys)
     assert records(copied / "run.zarr") == before
@@ -119,7 +118,6 @@ def test_columns_of_the_recipe_filter_and_group_what_is_printed(tmp_path, capsys
         assert "Unknown columns: ['colour']" in refused(["run", config, *other, *unknown], capsys)
     assert not (tmp_path / "other").exists()  # nothing was trained
     assert "--where must be NAME=VALUE" in refused(["score", config, "--where", "web"], capsys)
-
     some = ["--train_data.indices", "[5, 0, 39]", "--path", str(tmp_path / "some.zarr"), "--score.name=some"]
     assert "9 rows written" in done(["featurize", config, *some], capsys)
     grouped = done(["score", config, *some, "--by", "source"], capsys)
@@ -209,7 +207,6 @@ def test_scores_are_found_whichever_method_the_last_command_had(copied, capsys):
     """A second target set of another method is read as it is, and the first one by the attributor's method."""
     store, ask = str(copied / "run.zarr"), ["--remove", "3"]
     done(["score", str(copied / "run.yaml"), "--score.name", "other", "--score.method", "GradDot"], capsys)
-
     found = opened(copied)
     other = what_if(found.scores("other", method="GradDot"), [3])
     assert done(["effects", store, *ask], capsys) == f"{other}\n"
@@ -386,10 +383,8 @@ def test_a_report_on_some_rows_shows_the_samples_of_these_rows(tmp_path, capsys)
     assert opened(tmp_path).scores("held-out", method=GaussNewton(damping=2.5)).shape == (6, 3)
     store, other = str(tmp_path / "run.zarr"), str(tmp_path / "other.html")
     chosen = ["--out", other, "--where", "source=book", "--where", "source=a=b", "--where", "year=2021"]
-
     assert done(["report", store, *typed(tmp_path)], capsys) == f"report: {tmp_path}/run.html\n"
     assert done(["report", "--from", store, *typed(tmp_path), *chosen], capsys) == f"report: {other}\n"
-
     books = [row for row, index in enumerate(indices) if index % 3 == 0 and index >= 25]
     for page, rows in (((tmp_path / "run.html").read_text(), range(6)), (Path(other).read_text(), books)):
         assert "2.5" in page

@@ -267,9 +267,7 @@ def shown_keys(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]
 
 
 @pytest.mark.quick
-def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_only_python_can_say(
-    capsys,
-):
+def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_only_python_can_say(capsys):
     keys = shown_keys(capsys)
     parameters = inspect.signature(Attributor.__init__).parameters.items()
     without = ("self", "model", "collate", "path", "task")

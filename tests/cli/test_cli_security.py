@@ -216,7 +216,7 @@ def test_no_command_runs_python_that_only_a_store_names(command, attack, typed, 
     planted = plant_python(copied)
     attack(copied)
     before = sorted((copied / "trained").rglob("*"))
-    store, recipe, forbidden = str(copied / "run.zarr"), copied / "recipe.py", [*planted, STDLIB]
+    store, recipe, forbidden = (str(copied / "run.zarr"), copied / "recipe.py", [*planted, STDLIB])
     forms = [[store], ["--from", store]]
     if typed:
         options = ["--recipe", str(recipe), "--verify.budget", "2", "--trials.budget", "9"]
@@ -248,7 +248,7 @@ def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(ran, capsys
 
 
 def test_a_typed_recipe_that_differs_from_the_recorded_one_is_told(copied, capsys):
-    store, recipe, other = str(copied / "run.zarr"), copied / "recipe.py", RECIPE + "\n# a comment\n"
+    store, recipe, other = (str(copied / "run.zarr"), copied / "recipe.py", RECIPE + "\n# a comment\n")
     assert cli.main(["report", store, "--recipe", str(recipe)]) == 0
     assert "SHA-256" not in capsys.readouterr().err
     recipe.write_text(other)
@@ -362,7 +362,6 @@ def test_settings_of_a_manifest_that_are_none_are_refused_by_name(copied, capsys
         with pytest.raises(ManifestMismatchError, match=said):
             Attributor.open(path.parent, model, **given)
     assert said in refused(["report", str(path.parent)], capsys)
-
     edit_record(path, lambda record: record["made_with"].update(settings=whole))
     edit_record(path, lambda record: record["fingerprint"].setdefault("dataset", {}).update(num_rows=0))
     assert "has no train rows. Featurize them first" in refused(["serve", str(path.parent)], capsys)

@@ -196,7 +196,7 @@ def power_cut_image(this):
 
 
 def _check_copy(this, image, pid, done):
-    rows, before, copy = set(store_cases.acknowledged(done)), None, os.path.join(this.folder, "copy")
+    rows, before, copy = (set(store_cases.acknowledged(done)), None, os.path.join(this.folder, "copy"))
     with contextlib.suppress(ProcessLookupError), _stopped(pid):
         for _ in range(50):  # equal to itself a moment later: nothing was written while it was copied
             whole = store_cases.content(image)
@@ -239,7 +239,10 @@ def full_disk(this):
             os.truncate(ballast, 0)
             this.finish(os.path.join(small, "run.zarr"))
             return
-    size, before = this.pick.choice([512, 700, 1024, 4096, 20_000]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    size, before = (
+        this.pick.choice([512, 700, 1024, 4096, 20_000]),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
 
     def limit(full):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size * max(2 * full, 1), before[1]))

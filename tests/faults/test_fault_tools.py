@@ -7,7 +7,7 @@ import random
 import pytest
 from fault_power import EXTREMES, SECTOR, Cut, Recorder, Synced, plant, tree
 from fault_rounds import check_reader
-from store_cases import values, writing
+from store_cases import raises, values, writing
 
 NOTHING = EXTREMES[0]
 
@@ -112,8 +112,7 @@ def test_a_change_that_is_not_recorded_is_an_error(tmp_path):
         with open(f"{root}/x", "wb") as file:
             file.write(b"unseen")
 
-    with pytest.raises(AssertionError, match="teach Recorder"):
-        record(tmp_path / "disk", changes)
+    raises(AssertionError, "teach Recorder", record, tmp_path / "disk", changes)
 
 
 def test_power_cuts_show_a_store_that_does_not_sync(tmp_path):
@@ -130,8 +129,7 @@ def test_power_cuts_show_a_store_that_does_not_sync(tmp_path):
     plant(disk.after(disk.moments[-1], NOTHING, random.Random(0)), tmp_path / "0")
     check_reader(str(tmp_path / "0" / "run.zarr"), range(11))
     plant(unsynced.after(unsynced.moments[-1], NOTHING, random.Random(0)), tmp_path / "1")
-    with pytest.raises(AssertionError, match="the table is gone"):
-        check_reader(str(tmp_path / "1" / "run.zarr"), range(11))
+    raises(AssertionError, "the table is gone", check_reader, str(tmp_path / "1" / "run.zarr"), range(11))
 
 
 def test_a_wrong_row_and_a_lost_row_are_seen(tmp_path):
@@ -141,5 +139,4 @@ def test_a_wrong_row_and_a_lost_row_are_seen(tmp_path):
         table.put(0, wrong)
     with pytest.raises(AssertionError, match=r"acknowledged rows \[5\] are pending"):
         check_reader(tmp_path / "run.zarr", {0, 5})
-    with pytest.raises(AssertionError, match="Mismatched elements: 1 / 4"):
-        check_reader(tmp_path / "run.zarr", {0})
+    raises(AssertionError, "Mismatched elements: 1 / 4", check_reader, tmp_path / "run.zarr", {0})

@@ -50,7 +50,6 @@ class Page:
         self._session: dict[str, str] = {}
         self.requests: list[str] = []
         self.complaints: list[str] = []
-
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}

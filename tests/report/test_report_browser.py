@@ -70,7 +70,6 @@ def test_nothing_is_asked_for_no_text_becomes_code_and_the_policy_stops_both(
     assert page.complaints == []
     assert page.run("document.querySelector('h1').innerText") == HOSTILE
     assert page.run("[...document.images].every(i => i.complete && i.naturalWidth === 8)")
-
     for tag, wanted in (
         ("img", "src: 'https://example.invalid/x.png'"),
         ("script", "textContent: 'document.title=1'"),

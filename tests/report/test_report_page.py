@@ -98,10 +98,9 @@ def test_any_text_is_shown_as_it_is(text):
 
 
 def test_a_page_with_every_figure_asks_for_nothing_and_is_the_same_every_time(out):
-    scores, image = drawn_scores(verdict=VERDICT, predictions=predictions()), np.zeros((4, 4))
+    scores, image = (drawn_scores(verdict=VERDICT, predictions=predictions()), np.zeros((4, 4)))
     renders = {**rendering(image), "target_render": lambda target: image}
     one, other = (write_report(scores, place, **renders) for place in (out, out.with_name("b.html")))
-
     page = Parsed(one)
     assert one.read_bytes() == other.read_bytes()
     assert len(page.all("svg", role="img")) == len(page.all("figure")) == 4
@@ -226,7 +225,6 @@ def test_a_row_that_cannot_be_shown_has_the_error_in_its_place(out, caplog, cont
         return content if row in broken else f"this is {row};"
 
     page = page_of(out, scores, k=2, train_render=render)
-
     assert set(page.rows()) > set(broken)
     for row in page.rows():
         assert (f"train row {row} cannot be shown: " if row in broken else f"this is {row};") in page.text
@@ -238,7 +236,7 @@ def test_a_row_that_cannot_be_shown_has_the_error_in_its_place(out, caplog, cont
 def test_a_missing_package_is_named_with_the_extra_that_installs_it_before_scores_are_read(
     out, monkeypatch, module
 ):
-    scores, arguments = drawn_scores(), {"figures": ("histogram",) if module == "matplotlib" else ()}
+    scores, arguments = (drawn_scores(), {"figures": ("histogram",) if module == "matplotlib" else ()})
     monkeypatch.setitem(sys.modules, module, None)
     if module == "PIL":  # whether there are images is known when rows are rendered
         arguments |= rendering(np.zeros((2, 2)))

@@ -26,7 +26,7 @@ from trak_lite.serve.app import application
 from trak_lite.serve.pages import Pages
 from trak_lite.serve.server import listener, server
 
-Mark, MarksFile, relabelling = marks_module.Mark, marks_module.MarksFile, marks_module.relabelling
+Mark, MarksFile, relabelling = (marks_module.Mark, marks_module.MarksFile, marks_module.relabelling)
 FORM = "application/x-www-form-urlencoded"
 TEXT = "0.5 -1 0.25 2 1"
 HOSTILE = "<script>document.title='owned'</script>\"'><img src=x onerror=alert(1)>"

@@ -167,7 +167,6 @@ def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
     wait_for(page, "for the text")
     assert page.run("document.getElementById('text').value") == "1 2 3 4 0"
     assert "logits" in page.run("document.querySelector('article').innerText")
-
     page.run("document.getElementById('text').value = 'not numbers'")
     focus(page, "ask")
     page.press("Enter")

@@ -141,7 +141,7 @@ def test_a_form_of_others_changes_nothing(client, ran, token):
     refused += [client.post("/mark", right, **given) for given in headers]
     assert [answer.status for answer in refused] == [403] * 8
     assert client.get("/mark", **right).status == 405
-    bodies = (b"{}", "application/json", 415), (b"\xff=\xff", FORM, 400), (b"a=1&" * 70, FORM, 400)
+    bodies = ((b"{}", "application/json", 415), (b"\xff=\xff", FORM, 400), (b"a=1&" * 70, FORM, 400))
     for body, kind, status in bodies:
         assert client.request("POST", "/mark", body, {"Content-Type": kind}).status == status
     assert marks_in(ran) == {}
@@ -235,7 +235,6 @@ def test_slow_clients_are_disconnected_and_hold_nobody_up(ran):
         unread.sendall(GET % b"/" + b"Content-Length: 9\r\n\r\nab")
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         assert client.get("/").status == 200
-
         assert closed(nothing) == closed(half) == b""
         assert closed(body).startswith(b"HTTP/1.1 408 ")
         assert closed(unread).startswith(b"HTTP/1.1 200 ")
@@ -244,7 +243,6 @@ def test_slow_clients_are_disconnected_and_hold_nobody_up(ran):
         assert kept.recv(100).startswith(b"HTTP/1.1 200 ")
         kept.sendall(b"GET /rev")  # the second request on a connection
         assert b"HTTP/1.1" not in closed(kept)
-
         with contextlib.suppress(OSError):  # asks for many pages and reads none
             for _ in range(4000):
                 reader.sendall(GET % b"/review" + b"\r\n")

@@ -54,7 +54,6 @@ def test_a_kill_during_a_request_loses_nothing(copy, tmp_path):
         client.post("/ask", {"token": client.token(), "text": TEXT})
         expected, stored = results(client, text=TEXT), results(client, target=2)
         assert len(expected) == len(stored) == 10
-
     for row, moment in enumerate(MOMENTS):
         with command(copy, moment) as (client, process):
             form = {"token": client.token()}
@@ -65,12 +64,10 @@ def test_a_kill_during_a_request_loses_nothing(copy, tmp_path):
             assert process.wait(60) == -signal.SIGKILL, moment
         assert check_store(copy / "run.zarr").ok
         assert marks_in(copy) == acknowledged
-
     with command(copy) as (client, process):
         assert results(client, target=2) == stored
         assert client.post("/ask", {"token": client.token(), "text": TEXT}).status == 303
         assert results(client, text=TEXT) == expected
         assert marks_in(copy) == acknowledged
-
         process.send_signal(signal.SIGINT)  # the way to end it
         assert process.wait(60) == 0

@@ -87,7 +87,7 @@ def test_the_page_says_what_scores_mean_and_what_stands_out(client, scores):
     assert faint == set(np.flatnonzero(abs(column - median) <= limit).tolist()) & set(page.rows())
     assert 0 < len(faint) < 40
     assert page.text.count("within the scatter") == 1 + len([row for row in page.rows() if row in faint])
-    bars, sizes = [float(bar["width"]) for bar in page.all("rect")], abs(column[page.rows()])
+    bars, sizes = ([float(bar["width"]) for bar in page.all("rect")], abs(column[page.rows()]))
     np.testing.assert_allclose(bars, 100 * sizes / sizes.max(), atol=0.06)
 
 
@@ -127,7 +127,7 @@ def test_a_text_is_scored_by_a_form_only_and_then_has_a_permalink(client, ran):
 
 
 def test_a_permalink_leads_to_the_same_page_and_a_page_after_the_last_is_the_last(client):
-    many = {"target": 2, "k": 3, "where-label": "1"}, {"target": 1, "k": 7, "where-source": HOSTILE}
+    many = ({"target": 2, "k": 3, "where-label": "1"}, {"target": 1, "k": 7, "where-source": HOSTILE})
     for params in (*many, {"set": "held-out", "target": 0}):
         page = client.page("/", **params)
         (link,) = page.all("a", id="permalink")

@@ -139,7 +139,6 @@ def test_colours_of_tokens_are_their_products_with_the_target(client, ran, targe
         of_target = token_gradients(model, ids, labels).sum(0)
         for row, index in enumerate(INDICES):
             expected[row] += token_gradients(model, *train[index]) @ of_target / 2
-
     params = {"text": ONE} if target == "text" else {"set": "held-out", "target": "2"}
     link = re.search('<a id="colour" href="([^"]+)"', client.get("/", **params, k=6).text)[1]
     answer = client.get(link.replace("&amp;", "&"))

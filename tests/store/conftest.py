@@ -1,14 +1,16 @@
 """The process that forks victims, shared by the tests of this folder."""
 
 import functools
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forking import Forks
-from store_cases import values, writing
+from store_cases import path_of, values, writing
 
 from trak_lite.store import ZarrFeatureStore
 
@@ -79,3 +81,22 @@ def full(path, once):
 def mixed(path, once):
     """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
     return once(write_mixed, path)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every sync and rename, in the order in which they end; a sync takes longer than a rename."""
+    seen, rename = [], os.rename
+
+    def record_sync(fd):
+        name = path_of(fd)
+        time.sleep(0.005)
+        seen.append(("sync", name))
+
+    def record_rename(source, target, *, src_dir_fd, dst_dir_fd):
+        seen.append(("rename", f"{path_of(src_dir_fd)}/{source}", f"{path_of(dst_dir_fd)}/{target}"))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    return seen

@@ -16,6 +16,7 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from trak_lite.errors import StoreError
 from trak_lite.store import (
@@ -47,6 +48,12 @@ SPEC = TableSpec(
 )
 PACKED = TableSpec(11, (Column("features", 5, "int4"), Column("q", None, "float32")), 4)
 LONG = TableSpec(64, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
+
+
+def raises(error, match, use, *given, **named):
+    """A call is refused, in these words."""
+    with pytest.raises(error, match=match):
+        use(*given, **named)
 
 
 def sized(num_rows, spec=SPEC):
@@ -97,7 +104,7 @@ def remote_place(folder, staging="staging", objects="objects"):
 def open_remote(folder, mode="r+", staging="staging"):
     place = remote_place(folder, staging)
     with create_store(place, MANIFEST) if mode == "r+" else open_store(place) as store:
-        yield store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME)
+        yield (store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME))
 
 
 def put_pending(table, batch=2, acknowledge=list):
@@ -153,6 +160,10 @@ def done_rows(path):
 # Files.
 
 
+def path_of(fd):
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
 def folder(path, *parts):
     return os.path.join(path, NAME, *parts)
 
@@ -187,11 +198,8 @@ def log_mark(chunk):
 
 def frame(mark, runs, rows):
     """The frame of a row log for these rows, under checksums that are right."""
-    head = (
-        mark
-        + struct.pack("<II", len(runs), crc32c(rows))
-        + b"".join(struct.pack("<II", *run) for run in runs)
-    )
+    head = mark + struct.pack("<II", len(runs), crc32c(rows))
+    head += b"".join(struct.pack("<II", *run) for run in runs)
     return head + struct.pack("<I", crc32c(head)) + rows
 
 
@@ -313,7 +321,7 @@ def drawn(path, pick):
     """A file, each kind being as likely as any other."""
     kinds = {}
     for name in plain(path):
-        inside, suffix = os.path.basename(os.path.dirname(name)), name.rpartition(".")[2]
+        inside, suffix = (os.path.basename(os.path.dirname(name)), name.rpartition(".")[2])
         kinds.setdefault(inside if inside[0] == "." else suffix == "json", []).append(name)
     return pick.choice(kinds[pick.choice(sorted(kinds, key=str))])
 
@@ -332,9 +340,8 @@ def edited(whole, pick):
     document, places = json.loads(whole), []
 
     def visit(value):
-        for key in (
-            [*value] if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-        ):
+        keys = {dict: list, list: lambda one: range(len(one))}.get(type(value), lambda _: ())
+        for key in keys(value):
             places.append((value, key))
             visit(value[key])
 
@@ -369,11 +376,9 @@ def craft(path, pick):
     elif name.endswith(".rows"):
         changed = whole.ljust(64, b"\0")[:64]
         for _ in range(5):
-            runs = [
-                tuple(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(2))
-                for _ in range(pick.randrange(4))
-            ]
-            mark, size = log_mark(int(os.path.basename(name).partition(".")[0])), pick.choice([0, 14, 28])
+            ends = (0, 1, 2**31, 2**32 - 1)
+            runs = [(pick.choice(ends), pick.choice(ends)) for _ in range(pick.randrange(4))]
+            mark, size = (log_mark(int(os.path.basename(name).partition(".")[0])), pick.choice([0, 14, 28]))
             if sum(count for _, count in runs) * SPEC.row_bytes == size:
                 runs.append((2**31, 1))  # otherwise a forged row, which no checksum tells from a true one
             changed += frame(mark, runs, pick.randbytes(size))
@@ -390,20 +395,24 @@ def craft(path, pick):
     overwrite(name, changed)
 
 
-def lie(path, pick):
-    """Say another size in the table and in its arrays, so that they agree."""
-    axis = pick.randrange(2)
-    size = pick.choice([1, 2, 2**20, 2**26, 2**27, 2**31, 2**32, 2**40, 10**18, 10**30])
+def say_sizes(path, **sizes):
+    """Say another ``num_rows`` or ``chunk_rows`` in the table and in its arrays, so that they agree."""
 
     def change(document):
         if "shape" in document:
             grid = document["chunk_grid"]["configuration"]["chunk_shape"]
-            (document["shape"], grid)[axis][0] = size
+            for shape, name in ((document["shape"], "num_rows"), (grid, "chunk_rows")):
+                shape[0] = sizes.get(name, shape[0])
         else:
-            document["attributes"]["trak_lite"][("num_rows", "chunk_rows")[axis]] = size
+            document["attributes"]["trak_lite"].update(sizes)
 
     for where in ("", "features", "q", "w"):
         edit_document(folder(path, where, "zarr.json"), change)
+
+
+def lie(path, pick):
+    size = pick.choice([1, 2, 2**20, 2**26, 2**27, 2**31, 2**32, 2**40, 10**18, 10**30])
+    say_sizes(path, **{pick.choice(["num_rows", "chunk_rows"]): size})
 
 
 def no_file(path, pick):
@@ -432,9 +441,7 @@ def exchange_some(path, pick):
 
 
 WAYS = {
-    "one byte or all": lambda path, pick: do_harm(
-        drawn(path, pick), pick.choice(HARMS), pick.randrange(2**16)
-    ),
+    "one byte or all": lambda path, pick: do_harm(drawn(path, pick), pick.choice(HARMS), pick.getrandbits(9)),
     "other bytes": other_bytes,
     "craft": craft,
     "exchange": exchange_some,

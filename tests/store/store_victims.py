@@ -19,13 +19,7 @@ import forking
 import numpy as np
 from store_cases import LONG, MANIFEST, NAME, PACKED, SPEC, failing_call, open_for_writing, values
 
-from trak_lite.errors import (
-    BusyError,
-    IncompleteStoreError,
-    ManifestMismatchError,
-    StoreError,
-    StoreFullError,
-)
+from trak_lite import errors
 from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
 
 SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
@@ -65,7 +59,7 @@ def write_beside_a_child(path):
     if child == 0:
         try:
             table.put(1, values([1]))
-        except BusyError:
+        except errors.BusyError:
             table.put(4, values(range(4, 11)))
         os._exit(0)
     os.waitpid(child, 0)
@@ -81,9 +75,9 @@ def create(path, seed, jump=0):
     for _ in range(20):
         try:
             create_store(path, Manifest({"seed": seed})).create_table(NAME, SPEC)
-        except ManifestMismatchError as error:
+        except errors.ManifestMismatchError as error:
             return type(error).__name__
-        except StoreError:
+        except errors.StoreError:
             if not jump:
                 raise
         else:
@@ -105,9 +99,9 @@ def look_as_nobody(path):
         try:
             with open_store(path) as store:
                 use(store)
-        except IncompleteStoreError:
+        except errors.IncompleteStoreError:
             pass  # pending rows are no damage
-        except StoreError as error:
+        except errors.StoreError as error:
             messages.append(str(error))
 
     read(lambda store: store.table_names())
@@ -118,7 +112,7 @@ def look_as_nobody(path):
     for write in (lambda: open_store(path, "r+"), lambda: create_store(path, MANIFEST)):
         try:
             write()
-        except StoreError as error:
+        except errors.StoreError as error:
             refused.append(type(error).__name__)
     return rows, refused, messages
 
@@ -128,7 +122,7 @@ def put_row(path, row):
     _, table = open_for_writing(path)
     try:
         table.put(row, values([row]))
-    except BusyError as error:
+    except errors.BusyError as error:
         return str(error)
     return "put"
 
@@ -145,7 +139,7 @@ def share(path, batch):
                         rows = pending[start : start + batch]
                         table.put(rows, values(rows, LONG))
                         put += rows.tolist()
-            except BusyError:
+            except errors.BusyError:
                 continue
     return put
 
@@ -166,7 +160,7 @@ def show_a_failed_commit(path):
     try:
         with failing_call("fsync", 1, OSError(errno.ENOSPC, "No space left on device")):
             table.put(4, values(range(4, 8), spec))
-    except StoreFullError as error:
+    except errors.StoreFullError as error:
         "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
     return table.pending().tolist()
 

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from store_cases import copy_over, flip, remote_place
+from store_cases import copy_over, flip, raises, remote_place
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -91,8 +91,7 @@ def test_scores_can_be_dropped_with_the_features_of_their_targets(machines, dens
     with open_store(here) as store:
         assert set(store.table_names()) - set(before) == {"scores/other", "targets/other/ckpt-0"}
     np.testing.assert_array_equal(made.scores("other").numpy(), kept)
-    with pytest.raises(StateError, match="no scores 'some'"):
-        made.drop_scores("some", features=True)
+    raises(StateError, "no scores 'some'", made.drop_scores, "some", features=True)
     made.score(data(6, 3), "some")  # other targets under the same name
 
 
@@ -129,8 +128,7 @@ def test_verdicts_columns_and_bounds_of_another_run_are_not_used(runs, tmp_path,
         else:
             name = ".entries" if change == "folder exchanged" else f".entries/{file.name}"
             copy_over(runs[1] / name, own / name)
-        with pytest.raises(CorruptStoreError, match=f"entry '{kind}/"):
-            READS[kind](attributor(own))
+        raises(CorruptStoreError, f"entry '{kind}/", READS[kind], attributor(own))
         report = check_store(own)
         assert (report.ok, f"the entry '{kind}/" in str(report)) == (False, True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, check_rows, open_remote, put_pending, values, writing
+from store_cases import MANIFEST, NAME, SPEC, check_rows, open_remote, put_pending, raises, values, writing
 
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
@@ -94,8 +94,7 @@ def test_the_command_checks_an_address(url, cache, capsys):
 @pytest.mark.quick
 @pytest.mark.parametrize("where", [3, None, "file:///tmp/run.zarr", "nothing-known://bucket"])
 def test_what_is_no_place_is_refused(where):
-    with pytest.raises(InvalidInputError, match="Expected a"):
-        RemotePlace(where)
+    raises(InvalidInputError, "Expected a", RemotePlace, where)
 
 
 @pytest.mark.parametrize("where", ["./a:b", Path("runs/digits.zarr")])
@@ -118,8 +117,7 @@ def test_a_place_is_named(tmp_path):
 def test_a_missing_package_is_named(monkeypatch, url):
     for name in ("obstore", "obstore.store", "fsspec"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedStoreError, match=r"pip install -e '\.\[remote\]\'"):
-        RemotePlace(url)
+    raises(UnsupportedStoreError, r"pip install -e '\.\[remote\]\'", RemotePlace, url)
 
 
 def test_a_place_that_does_not_answer_is_named(tmp_path):
@@ -165,19 +163,17 @@ def mount_table(tmp_path, monkeypatch):
     files.is_network.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("kind", "mapping", "maps"),
-    [
-        ("ext4", "auto", True),
-        (None, "auto", True),
-        ("nfs4", "auto", False),
-        ("nfs4", "always", True),
-        ("ext4", "never", False),
-    ],
-)
-def test_chunks_on_a_network_file_system_are_read_not_mapped(
-    path, monkeypatch, mount_table, kind, mapping, maps
-):
+MAPS = {
+    ("ext4", "auto"): 1,
+    (None, "auto"): 1,
+    ("nfs4", "auto"): 0,
+    ("nfs4", "always"): 1,
+    ("ext4", "never"): 0,
+}
+
+
+@pytest.mark.parametrize(("kind", "mapping"), MAPS)
+def test_chunks_on_a_network_file_system_are_read_not_mapped(path, monkeypatch, mount_table, kind, mapping):
     """What is read is the same either way, and arrays that were handed out keep their rows."""
     with writing(path) as table:
         put_pending(table)
@@ -189,7 +185,7 @@ def test_chunks_on_a_network_file_system_are_read_not_mapped(
         kept = [table.read_chunk(chunk, "features") for chunk in range(3)]
         check_rows(table)
     np.testing.assert_array_equal(np.concatenate(kept), values(range(11))["features"])
-    assert bool(mapped) == maps
+    assert bool(mapped) == MAPS[kind, mapping]
 
 
 def test_resuming_on_a_network_file_system_maps_nothing(path, monkeypatch, mount_table):

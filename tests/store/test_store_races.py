@@ -97,7 +97,7 @@ def a_reader_and_the_filling_of_the_last_chunk(path, opened):
     with writing(path) as table:
         table.put(0, values(range(11)))
     grown(path, 12)
-    writer, reader = for_writing(opened, path).open_table(NAME), opened.enter_context(reading(path))
+    writer, reader = (for_writing(opened, path).open_table(NAME), opened.enter_context(reading(path)))
 
     def look():
         assert reader.done()[:11].all()
