@@ -14,6 +14,7 @@ from trak_lite import __version__, cli
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
 from trak_lite.unrolled import unrolled
 
+USAGE = "Usage: trak-lite"
 SPEC = TableSpec(num_rows=8, columns=(Column("features", 2, "float32"),), chunk_rows=4)
 
 
@@ -60,14 +61,11 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
         (["check", "no/such"], "trak-lite: There is no store at "),
         (["inspect", "no/such"], "trak-lite: There is no store at "),
         (["report", "no/such"], "trak-lite: There is no store at "),
-        (
-            ["run"],
-            "run takes either a config or --from STORE; the config comes first. Usage: trak-lite run (CONFIG",
-        ),
+        (["run"], f"run takes either a config or --from STORE; the config comes first. {USAGE} run (CONFIG"),
         (["run", "a.yaml", "--from", "b"], "run takes either"),
         (["run", "--from"], "--from has no value. Expected --from VALUE."),
         (["report", "a.zarr", "--out"], "--out has no value. Expected --out VALUE."),
-        (["report"], "report needs the path of a store. Usage: trak-lite report (STORE | --from STORE)"),
+        (["report"], f"report needs the path of a store. {USAGE} report (STORE | --from STORE)"),
         (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
 )
@@ -162,9 +160,7 @@ class Interrupted(TensorDataset):
         if index == self.interrupted_at:
             signal.raise_signal(signal.SIGINT)
         return super().__getitem__(index)""",
-).replace(
-    "def train_data(num_train: int = 40)", "def train_data(num_train: int = 40, interrupted_at: int = -1)"
-)
+).replace("train_data(num_train: int = 40)", "train_data(num_train: int = 40, interrupted_at: int = -1)")
 
 
 @pytest.fixture

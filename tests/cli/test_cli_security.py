@@ -100,8 +100,6 @@ watch = Watch()
 
 
 class Boom:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self) -> Any:
         return os.system, ("touch ran",)
 
@@ -114,7 +112,6 @@ def put_record(folder: Path, digest: str, **config: Any) -> None:
 
 
 def edit_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change metadata as an attacker does, who makes the checksum fit."""
     document = json.loads(path.read_text())
     record = document["attributes"]["trak_lite"]
     del record["checksum"]
@@ -173,12 +170,8 @@ def sha256(text: str) -> str:
 
 
 RECIPES = ["run.zarr/.cache/notes.npy.py", "{}/run.zarr/recipe.py", str(STDLIB), "{}/recipe.py"]
-ATTACKS = [
-    *map(names_a_recipe, RECIPES),
-    modules_as_settings,
-    pickles_as_checkpoints,
-    settings_of_the_manifest,
-]
+ATTACKS = [*map(names_a_recipe, RECIPES), modules_as_settings, pickles_as_checkpoints]
+ATTACKS.append(settings_of_the_manifest)
 
 
 def attempt(arguments: list[str]) -> list[str]:
@@ -216,7 +209,7 @@ def test_no_command_runs_python_that_only_a_store_names(command, attack, typed, 
     planted = plant_python(copied)
     attack(copied)
     before = sorted((copied / "trained").rglob("*"))
-    store, recipe, forbidden = (str(copied / "run.zarr"), copied / "recipe.py", [*planted, STDLIB])
+    store, recipe, forbidden = str(copied / "run.zarr"), copied / "recipe.py", [*planted, STDLIB]
     forms = [[store], ["--from", store]]
     if typed:
         options = ["--recipe", str(recipe), "--verify.budget", "2", "--trials.budget", "9"]
@@ -248,7 +241,7 @@ def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(ran, capsys
 
 
 def test_a_typed_recipe_that_differs_from_the_recorded_one_is_told(copied, capsys):
-    store, recipe, other = (str(copied / "run.zarr"), copied / "recipe.py", RECIPE + "\n# a comment\n")
+    store, recipe, other = str(copied / "run.zarr"), copied / "recipe.py", RECIPE + "\n# a comment\n"
     assert cli.main(["report", store, "--recipe", str(recipe)]) == 0
     assert "SHA-256" not in capsys.readouterr().err
     recipe.write_text(other)

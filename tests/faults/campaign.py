@@ -37,7 +37,7 @@ class Campaign:
     """
 
     def __init__(self, seed, *, size, mounts=False):
-        self.seed, self.rounds, self.totals, self.broken, self.folder = (seed, Counter(), Counter(), [], "")
+        self.seed, self.rounds, self.totals, self.broken, self.folder = seed, Counter(), Counter(), [], ""
         self._size, self._mounts, self._open = size, mounts, contextlib.ExitStack()
 
     def __enter__(self):

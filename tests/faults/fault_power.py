@@ -9,6 +9,7 @@ of them.
 """
 
 import contextlib
+import functools
 import os
 import random
 from dataclasses import dataclass
@@ -101,23 +102,12 @@ class Recorder:
         self._first = len(self.steps)
 
     def __enter__(self):
-        calls = {
-            "open": self._on_open,
-            "pwrite": self._on_pwrite,
-            "ftruncate": self._on_ftruncate,
-            "posix_fallocate": self._on_fallocate,
-            "fsync": self._on_fsync,
-            "mkdir": self._on_mkdir,
-            "rename": self._on_rename,
-            "replace": self._on_rename,
-            "unlink": self._on_unlink,
-            "remove": self._on_unlink,
-            "rmdir": self._on_unlink,
-        }
+        names = ("open", "pwrite", "ftruncate", "posix_fallocate", "fsync", "mkdir", "rename", "unlink")
+        calls = {name: getattr(self, f"_on_{name}") for name in names}
+        calls |= {"replace": self._on_rename, "remove": self._on_unlink, "rmdir": self._on_unlink}
         for name, record in calls.items():
-            self._patches.enter_context(
-                mock.patch.object(os, name, self._recorded(getattr(os, name), record))
-            )
+            patched = mock.patch.object(os, name, functools.partial(record, getattr(os, name)))
+            self._patches.enter_context(patched)
         return self
 
     def __exit__(self, kind, *_):
@@ -132,13 +122,6 @@ class Recorder:
     def disk(self):
         """Return what was recorded so far, as a disk sees it."""
         return Disk(tuple(self.steps), self._first, frozenset(self._names))
-
-    @staticmethod
-    def _recorded(real, record):
-        def call(*arguments, **keywords):
-            return record(real, *arguments, **keywords)
-
-        return call
 
     def _on_open(self, real, path, flags, *mode, **keywords):
         path = self._full(path, keywords.pop("dir_fd", None))
@@ -158,7 +141,7 @@ class Recorder:
         real(fd, size)
         self._resized(fd, size, may_cut=True)
 
-    def _on_fallocate(self, real, fd, offset, size):
+    def _on_posix_fallocate(self, real, fd, offset, size):
         real(fd, offset, size)
         self._resized(fd, offset + size, may_cut=False)
 
@@ -287,9 +270,8 @@ class Disk:
         for place, step in enumerate(steps):
             if isinstance(step, Written | Resized):
                 kept = 1.0 if place < last.get(step.node, -1) else cut.sectors
-                _apply(
-                    contents.setdefault(step.node, bytearray()), step, lambda kept=kept: pick.random() < kept
-                )
+                content = contents.setdefault(step.node, bytearray())
+                _apply(content, step, lambda kept=kept: pick.random() < kept)
         return dict(self._walk(0, "", names, contents))
 
     def _walk(self, folder, path, names, contents):

@@ -13,7 +13,6 @@ NOTHING = EXTREMES[0]
 
 
 def record(root, changes):
-    """Return the disk that saw the changes made in a new folder."""
     os.mkdir(root)
     with Recorder(root) as recorder:
         changes(str(root))

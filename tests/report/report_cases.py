@@ -84,7 +84,6 @@ def predictions(num_targets: int = 4) -> Predictions:
 
 
 def in_a_notebook(shown: Any) -> Parsed:
-    """Return what a notebook shows of an object."""
     return Parsed(shown._repr_html_())
 
 
@@ -120,7 +119,6 @@ class Parsed(HTMLParser):
         return [found for name, found in self.elements if name == tag and wanted.items() <= found.items()]
 
     def rows(self, tag: str = "li") -> list[int]:
-        """Return the train rows in their order on the page."""
         return [int(found["data-row"] or "") for found in self.all(tag) if "data-row" in found]
 
     @property
@@ -133,6 +131,5 @@ class Parsed(HTMLParser):
 
 
 def parsed_content(content: Any, what: str = "row 0") -> Parsed:
-    """Return the HTML of the result of a render."""
     template = environment().from_string("{% from 'parts.html' import content %}{{ content(shown) }}")
     return Parsed(template.render(shown=rendered(content, what)))

@@ -95,7 +95,6 @@ def test_a_histogram_of_parts_counts_every_number_in_its_bin(parts, most):
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean over targets."""
     return float(np.mean([*map(reference.spearman, one.T, other.T)]))
 
 

@@ -36,6 +36,5 @@ def client(ran):
 
 @pytest.fixture(scope="module")
 def plain(ran):
-    """A server without a recipe."""
     with served(pages_in(ran, recipe=False)) as opened:
         yield opened

@@ -37,7 +37,6 @@ def said(page: Page) -> str:
 
 
 def wait_for(page: Page, text: str) -> None:
-    """Wait until the status says a text."""
     page.wait(f"document.getElementById('status').textContent.includes({text!r})")
 
 
@@ -126,9 +125,7 @@ def test_tab_reaches_everything_in_order_and_shows_where_it_is(page: Page, url: 
 
 
 @pytest.mark.parametrize("scripts", [True, False])
-def test_a_target_is_chosen_without_a_mouse_and_the_back_button_leads_back(
-    page: Page, url: str, scripts: bool
-) -> None:
+def test_a_target_is_chosen_without_a_mouse_and_the_back_button_leads_back(page: Page, url: str, scripts):
     page.open(f"{url}/?target=1", scripts=scripts)
     while focused(page) != "target":
         page.press("Tab")

@@ -162,8 +162,6 @@ def shown(page: str) -> list[str]:
 
 
 class Calls(TorchFunctionMode):
-    """Counts the functions of torch that are called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.made: Counter[str] = Counter()
@@ -189,11 +187,8 @@ def test_preparation_makes_what_pages_need_and_changes_none(request, tmp_path, m
             pages.ask(text)
             shown_pages = [pages.start(text)]
         made[name] = calls.made
-        shown_pages += [
-            pages.start({"target": "1", **tokens}),
-            pages.start({**text, **tokens}),
-            pages.review({}),
-        ]
+        shown_pages += [pages.start({**one, **tokens}) for one in ({"target": "1"}, text)]
+        shown_pages.append(pages.review({}))
         found[name] = [shown(page) for page in shown_pages]
     assert found["warm"] == found["cold"]
     assert 0 < made["warm"]["linear"] < made["cold"]["linear"]  # passes through the model

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forking import Forks
-from store_cases import path_of, values, writing
+from store_cases import make, path_of, values, writing
 
 from trak_lite.store import ZarrFeatureStore
 
@@ -21,7 +21,6 @@ class Victims(Forks):
     """Starts actions of ``store_victims`` in processes of their own."""
 
     def run(self, action, *arguments):
-        """Run to the end and return the answer."""
         status, answer = self.wait(self.start(action, *arguments))
         assert status == 0
         return answer
@@ -58,11 +57,6 @@ def once(tmp_path_factory):
     return lambda write, path: shutil.copytree(made(write), path)
 
 
-def write_full(path):
-    with writing(path) as table:
-        table.put(0, values(range(11)))
-
-
 def write_mixed(path):
     with writing(path) as table:
         for start, count in ((0, 8), (8, 1), (9, 1)):
@@ -73,8 +67,7 @@ def write_mixed(path):
 
 @pytest.fixture
 def full(path, once):
-    """A finished table of eleven rows."""
-    return once(write_full, path)
+    return once(lambda path: make(path, range(11)), path)
 
 
 @pytest.fixture

@@ -57,7 +57,6 @@ def raises(error, match, use, *given, **named):
 
 
 def sized(num_rows, spec=SPEC):
-    """The same table with another number of rows."""
     return replace(spec, num_rows=num_rows)
 
 
@@ -86,6 +85,18 @@ def writing(path, spec=SPEC):
         yield table
 
 
+def make(path, rows=(), spec=SPEC):
+    """A table that is closed, with these rows of one put."""
+    with writing(path, spec) as table:
+        if len(rows):
+            table.put(rows, values(rows, spec))
+
+
+def grow(path, num_rows):
+    with ZarrFeatureStore.open(path, "r+") as store:
+        store.grow_table(NAME, num_rows)
+
+
 @contextlib.contextmanager
 def reading(path):
     with ZarrFeatureStore.open(path, "r") as store:
@@ -104,7 +115,7 @@ def remote_place(folder, staging="staging", objects="objects"):
 def open_remote(folder, mode="r+", staging="staging"):
     place = remote_place(folder, staging)
     with create_store(place, MANIFEST) if mode == "r+" else open_store(place) as store:
-        yield (store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME))
+        yield store, store.create_table(NAME, SPEC) if mode == "r+" else store.open_table(NAME)
 
 
 def put_pending(table, batch=2, acknowledge=list):
@@ -117,14 +128,12 @@ def put_pending(table, batch=2, acknowledge=list):
 
 
 def check_rows(table, expected=values):
-    """Every row is there and right."""
     assert table.complete
     for name, array in expected(range(table.spec.num_rows), table.spec).items():
         np.testing.assert_array_equal(table.read(name), array)
 
 
 def check_committed(table):
-    """What is committed is right."""
     for chunk in table.committed_chunks():
         for name, expected in values(range(*table.chunk_range(chunk)), table.spec).items():
             np.testing.assert_array_equal(table.read_chunk(chunk, name), expected)
@@ -139,7 +148,6 @@ def check_all(path, spec=SPEC):
 
 
 def finish(path, spec=SPEC, batch=16):
-    """Resume: put what is pending, and check every row."""
     with writing(path, spec) as table:
         put_pending(table, batch)
     check_all(path, spec)
@@ -192,7 +200,6 @@ def snapshot(path):
 
 
 def log_mark(chunk):
-    """What each frame of the row log of a chunk begins with."""
     return hashlib.sha256(f"{table_identity(NAME, MANIFEST.digest(), SPEC)}/{chunk}".encode()).digest()[:8]
 
 
@@ -216,7 +223,6 @@ def frames(path, chunk):
 
 
 def row_byte(path, chunk, array, put=0, row=0, spec=SPEC):
-    """Where the bytes of a row begin in a row log."""
     _, place, count = frames(path, chunk)[put]
     for each in spec.arrays:
         if each.name == array:
@@ -240,7 +246,6 @@ def content(path):
 
 
 def edit_document(path, change):
-    """Change a ``zarr.json``, under a checksum that is right."""
     document = json.loads(content(path))
     change(document)
     record = document["attributes"].get("trak_lite", {})
@@ -260,7 +265,6 @@ def edit(path, change):
 
 
 def flipped(data, byte, bit):
-    """The bytes with one bit turned over."""
     changed = bytearray(data)
     changed[byte] ^= 1 << bit
     return bytes(changed)
@@ -321,7 +325,7 @@ def drawn(path, pick):
     """A file, each kind being as likely as any other."""
     kinds = {}
     for name in plain(path):
-        inside, suffix = (os.path.basename(os.path.dirname(name)), name.rpartition(".")[2])
+        inside, suffix = os.path.basename(os.path.dirname(name)), name.rpartition(".")[2]
         kinds.setdefault(inside if inside[0] == "." else suffix == "json", []).append(name)
     return pick.choice(kinds[pick.choice(sorted(kinds, key=str))])
 
@@ -378,7 +382,7 @@ def craft(path, pick):
         for _ in range(5):
             ends = (0, 1, 2**31, 2**32 - 1)
             runs = [(pick.choice(ends), pick.choice(ends)) for _ in range(pick.randrange(4))]
-            mark, size = (log_mark(int(os.path.basename(name).partition(".")[0])), pick.choice([0, 14, 28]))
+            mark, size = log_mark(int(os.path.basename(name).partition(".")[0])), pick.choice([0, 14, 28])
             if sum(count for _, count in runs) * SPEC.row_bytes == size:
                 runs.append((2**31, 1))  # otherwise a forged row, which no checksum tells from a true one
             changed += frame(mark, runs, pick.randbytes(size))
@@ -508,7 +512,6 @@ def dying(failpoint, last_look):
 
 
 def allow_reading_alone(monkeypatch):
-    """Let every call fail that writes to a disk or takes a lock."""
     real = os.open
 
     def only_reading(name, flags, *mode, **keywords):
@@ -587,8 +590,6 @@ class Bucket(AbstractObjects):
 
 
 class Folder:
-    """A store in a local folder."""
-
     steps = (
         *failpoints.FAILPOINTS,
         *failpoints.LIST_FAILPOINTS,

@@ -26,7 +26,6 @@ SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
 
 
 def put_all(table, spec, done, batch, pause=0):
-    """Put all pending rows; note each batch after ``put`` has returned."""
     pending = table.pending()
     for start in range(0, len(pending), batch):
         rows = pending[start : start + batch]
@@ -118,7 +117,6 @@ def look_as_nobody(path):
 
 
 def put_row(path, row):
-    """Put one row and say how it went."""
     _, table = open_for_writing(path)
     try:
         table.put(row, values([row]))
@@ -145,7 +143,6 @@ def share(path, batch):
 
 
 def hold(path, chunk, rows):
-    """Claim a chunk, put some of its rows, and sit there until killed."""
     _, table = open_for_writing(path, LONG)
     with table.claim(chunk) as pending:
         table.put(pending[:rows], values(pending[:rows], LONG))

@@ -384,8 +384,7 @@ def test_a_deleted_chunk_is_pending_and_computed_again(full, keys):
         for column in ("features", "q"):
             raises(IncompleteStoreError, "Rows 4 to 7", table.read_chunk, 1, column)
     if whole:
-        with cases.writing(full) as table:
-            table.put(4, values([4]))
+        cases.make(full, [4])
         assert check_store(full).findings == ()
     finish(full)
 
@@ -399,8 +398,7 @@ def test_a_chunk_committed_again_may_hold_other_values(path, spec, file):
     """
     if spec is SPEC and "scale" in file:
         pytest.skip("no scales")
-    with cases.writing(path, spec) as table:
-        table.put(0, values(range(11), spec))
+    cases.make(path, range(11), spec)
     with reading(path) as before:
         assert before.committed_chunks() == [0, 1, 2]
         for attempt in range(1, 7 if spec is SPEC else 3):

@@ -110,8 +110,7 @@ def test_the_error_of_a_failed_commit_can_be_shown(path, victims):
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, None])
 def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     """Behind rows that are there already."""
-    with writing(path) as table:
-        table.put(1, values([1]))
+    cases.make(path, [1])
 
     def unsupported(fd, offset, size):
         raise OSError(code, "unsupported")
@@ -189,8 +188,7 @@ def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatch):
-    with writing(path):
-        pass
+    cases.make(path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for use in (lambda: ZarrFeatureStore.open(path, "r+"), lambda: ZarrFeatureStore.create(path, MANIFEST)):
         raises(ReadOnlyStoreError, r"cannot be written.*mode='r'", use)
@@ -200,8 +198,7 @@ def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatc
 @pytest.mark.parametrize(("denied", "said"), [(os.R_OK, "to read"), (os.X_OK, "to read"), (None, "mode='r'")])
 def test_a_file_that_may_not_be_read_asks_for_the_right_to_read_it(path, monkeypatch, denied, said):
     """Not for a folder that can be written, nor for mode='r'; one that may be read, for the right to write."""
-    with writing(path):
-        pass
+    cases.make(path)
     real = os.open
 
     def refused(name, flags, *mode, **keywords):
@@ -221,8 +218,7 @@ def test_a_user_who_may_only_read_reads_and_is_told_which_file_he_may_not_read(v
     """Of a store with a committed chunk and a staged one; writing is refused, and not a byte changes."""
     with tempfile.TemporaryDirectory() as root:  # where anybody may look, as not in pytest's folder
         path, rows = os.path.join(root, "run.zarr"), values(range(6))["q"].tolist()
-        with writing(path) as table:
-            table.put(0, values(range(6)))
+        cases.make(path, range(6))
         for place in (root, *snapshot(root)):
             os.chmod(place, 0o755)
         before = snapshot(path)
@@ -239,8 +235,7 @@ def test_a_user_who_may_only_read_reads_and_is_told_which_file_he_may_not_read(v
 
 def test_a_reader_and_a_check_write_nothing_and_take_no_lock(path, monkeypatch):
     """On a store with a committed chunk and a staged one, and damage."""
-    with writing(path) as table:
-        table.put(0, values(range(6)))
+    cases.make(path, range(6))
     before = snapshot(path)
     cases.allow_reading_alone(monkeypatch)
     with ZarrFeatureStore.open(path) as store:
@@ -406,9 +401,7 @@ OPTIONS = [
 @pytest.mark.quick
 @pytest.mark.parametrize(("use", "error", "message"), OPTIONS)
 def test_what_a_store_cannot_be_asked_is_refused_by_name(path, use, error, message):
-    """And changes nothing."""
-    with writing(path):
-        pass
+    cases.make(path)
     before = snapshot(os.path.dirname(path))
     raises(error, message, use, path)
     assert snapshot(os.path.dirname(path)) == before

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, content, folder, raises, values, writing
+from store_cases import MANIFEST, NAME, SPEC, content, folder, make, raises, values, writing
 
 from trak_lite.store import Column, TableSpec, ZarrFeatureStore
 from trak_lite.store._grid import chunk_rows_for
@@ -106,9 +106,8 @@ def test_opening_looks_at_each_file_at_most_once(tmp_path, monkeypatch):
     """So that 100,000 chunks open in seconds: the size of each file is asked for once, and nothing else per chunk."""
     counts = []
     for chunks in (10, 30):
-        path, spec, calls = (str(tmp_path / f"{chunks}"), TableSpec(chunks, SPEC.columns, 1), Counter())
-        with writing(path, spec) as table:
-            table.put(0, values(range(chunks), spec))
+        path, spec, calls = str(tmp_path / f"{chunks}"), TableSpec(chunks, SPEC.columns, 1), Counter()
+        make(path, range(chunks), spec)
         with monkeypatch.context() as patched:
             for name in ("lstat", "stat", "open", "listdir", "scandir", "access", "readlink"):
                 patched.setattr(os, name, counted(getattr(os, name), name, calls))

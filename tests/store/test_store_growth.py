@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_cases as cases
-from store_cases import MANIFEST, NAME, SPEC, done_rows, flip, folder, raises, reading, values, writing
+from store_cases import MANIFEST, NAME, SPEC, done_rows, flip, folder, grow, raises, reading, values, writing
 
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError, StateError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -20,21 +20,11 @@ MORE = pytest.mark.parametrize("more", [1, 3, 4, 5])
 """Rows by which the table of 11 rows in chunks of 4 grows: within its last chunk, to its end and over it."""
 
 
-def make(path, num_rows):
-    with writing(path, cases.sized(num_rows)) as table:
-        table.put(0, values(range(num_rows)))
-
-
 @pytest.fixture
 def nine(path):
     """A finished table of nine rows: the last chunk has one."""
-    make(path, 9)
+    cases.make(path, range(9), cases.sized(9))
     return path
-
-
-def grow(path, num_rows):
-    with ZarrFeatureStore.open(path, "r+") as store:
-        store.grow_table(NAME, num_rows)
 
 
 def finish(path, num_rows):
@@ -50,7 +40,7 @@ def finish(path, num_rows):
 @MORE
 def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(path, had, more):
     """Also while the last chunk is filled, whose rows are done as they were."""
-    make(path, had)
+    cases.make(path, range(had), cases.sized(had))
     before = cases.content(folder(path, "features/c.1.0"))
     with reading(path) as table:
         held = table.read_chunk(2, "features")
@@ -137,8 +127,7 @@ def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
 
 def test_a_writer_from_before_does_not_pad_over_new_rows(path):
     """It would commit the last chunk as it knows it, with padding where rows are now."""
-    with writing(path) as table:
-        table.put(0, values(range(10)))
+    cases.make(path, range(10))
     old_store, old = cases.open_for_writing(path)
     with ZarrFeatureStore.open(path, "r+") as store:
         store.grow_table(NAME, 12).put(11, values([11]))
@@ -162,7 +151,7 @@ def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
 def test_any_call_of_a_growth_may_fail(tmp_path, call):
     for count in itertools.count(1, 3 if call == "open" else 1):  # of many, every third
         path = str(tmp_path / f"{count}.zarr")
-        make(path, 11)
+        cases.make(path, range(11))
         with ZarrFeatureStore.open(path, "r+") as store:
             store.open_table(NAME)
             try:
@@ -205,7 +194,6 @@ def test_a_reader_and_a_writer_of_a_dropped_table_are_told(full):
 
 
 def made_anew(path, fingerprint):
-    """Drop the table and make it again, as another process would."""
     with ZarrFeatureStore.open(path, "r+") as other:
         other.drop_table(NAME)
         table = other.create_table(NAME, replace(SPEC, fingerprint=fingerprint))

@@ -49,7 +49,6 @@ def open_table(path):
 
 
 def read_everything(path):
-    """Read all there is, by every way in; return the errors."""
     ways = (
         lambda: ZarrFeatureStore.open(path).cached("gram", "key"),
         lambda: ZarrFeatureStore.open(path).table_names(),
@@ -406,7 +405,7 @@ def test_no_module_can_run_what_it_reads_and_json_is_read_with_bounds():
     """No pickle, no eval; torch and NumPy load with their own guards on, which a user alone can take off."""
     parses, given, defaults = set(), set(), set()
     for source in sorted(PACKAGE.rglob("*.py")):
-        name, text = (source.relative_to(PACKAGE).as_posix(), source.read_text(encoding="utf-8"))
+        name, text = source.relative_to(PACKAGE).as_posix(), source.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if NAMED_BY_READERS.search(text) else ():
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
@@ -617,7 +616,7 @@ ACTIONS = {
 def test_no_link_is_followed_out_of_the_store(made, tmp_path, linked):
     """What it points to stays as it was, to the byte, and is not taken for the store's; reader and check say so."""
     for number, action in enumerate(ACTIONS.values()):
-        path, outside = (str(tmp_path / f"{number}.zarr"), str(tmp_path / f"outside-{number}" / "held"))
+        path, outside = str(tmp_path / f"{number}.zarr"), str(tmp_path / f"outside-{number}" / "held")
         shutil.copytree(made, path)
         os.mkdir(os.path.dirname(outside))
         cases.link_away(f"{path}/{linked}", outside)

@@ -43,7 +43,7 @@ def contents_of(path):
             name: {column.name: table.read(column.name).tobytes() for column in table.spec.columns}
             for name, table in tables.items()
         }
-        return (store.manifest, {name: table.spec for name, table in tables.items()}, read)
+        return store.manifest, {name: table.spec for name, table in tables.items()}, read
 
 
 ARRAYS = ("features", "q", "w")
@@ -236,7 +236,7 @@ def test_an_entry_that_the_store_has_not_written_is_refused(tmp_path, kind, chan
     """Two stores of the same fingerprint, as two runs of one script make them."""
     if kind == "object store":
         pytest.importorskip("obstore", reason="obstore is not installed")
-    own, other, names = (tmp_path / "own", tmp_path / "other", ["verdicts/a", "verdicts/b"])
+    own, other, names = tmp_path / "own", tmp_path / "other", ["verdicts/a", "verdicts/b"]
     remote = kind == "object store"
 
     def place(folder):

@@ -210,8 +210,7 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path, step):
         assert place.check(repair=True).ok
         assert cases.done_rows(place.place) == [0, 1, 2, 3, 9]
         finish(place.place)
-        with cases.writing(other.place) as table:
-            put_pending(table)
+        cases.make(other.place, range(11))
         assert other.check(repair=True).ok
         finish(other.place)
 
@@ -284,8 +283,7 @@ def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path):
 @pytest.mark.parametrize("step", ["rows_written:4", "rows_recorded:4", "commit_synced:2"])
 def test_what_killed_writers_left_is_taken_over_row_by_row_by_another_number_of_them(path, victims, step):
     """Each row is put once, and a reader beside them sees whole chunks, and more of them each time."""
-    with cases.writing(path, LONG):
-        pass
+    cases.make(path, spec=LONG)
     for count in (1, 2):
         started = [victims.start("share", path, 3, failpoint=step) for _ in range(count)]
         assert [victims.wait(pid)[0] for pid in started] == [-signal.SIGKILL] * count

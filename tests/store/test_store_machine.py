@@ -219,7 +219,7 @@ class StoreMachine(stateful.RuleBasedStateMachine):
             calls.pop("grow", None)
         name = data.draw(st.sampled_from(sorted(calls)))
         given = {"put": (next(iter(self.writers)), rows), "entry": ("a", False), "grow": (3,)}.get(name, ())
-        rows, before, size, attempt = (self.within(rows), dict(self.known), self.size, self.attempt)
+        rows, before, size, attempt = self.within(rows), dict(self.known), self.size, self.attempt
         lives = []
         try:
             with cases.dying(f"{step}:{count}", lambda: lives.append(self.copy_of_the_place())):
@@ -295,7 +295,7 @@ class StoreMachine(stateful.RuleBasedStateMachine):
             if left[0] == 0:
                 raise StoreError("the line is dead")
 
-        rows, before, writer = (self.within(rows), dict(self.known), next(iter(self.writers)))
+        rows, before, writer = self.within(rows), dict(self.known), next(iter(self.writers))
         setattr(self.place.bucket, moment, fail)
         try:
             self.put(writer, rows)
@@ -467,7 +467,7 @@ def hung(number, frame):
 @contextlib.contextmanager
 def bounded():
     """A block that may take 20 seconds and half a gibibyte beside what is in use."""
-    before, limit = (signal.signal(signal.SIGALRM, hung), resource.getrlimit(resource.RLIMIT_AS))
+    before, limit = signal.signal(signal.SIGALRM, hung), resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(cases.content("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 29), limit[1]))
     signal.alarm(SECONDS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, check_rows, open_remote, put_pending, raises, values, writing
+from store_cases import MANIFEST, NAME, SPEC, check_rows, make, open_remote, put_pending, raises, values
 
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
@@ -175,8 +175,7 @@ MAPS = {
 @pytest.mark.parametrize(("kind", "mapping"), MAPS)
 def test_chunks_on_a_network_file_system_are_read_not_mapped(path, monkeypatch, mount_table, kind, mapping):
     """What is read is the same either way, and arrays that were handed out keep their rows."""
-    with writing(path) as table:
-        put_pending(table)
+    make(path, range(11))
     mount_table(kind)
     mapped, real = [], mmap.mmap
     monkeypatch.setattr(mmap, "mmap", lambda *a, **k: mapped.append(a) or real(*a, **k))
@@ -190,8 +189,7 @@ def test_chunks_on_a_network_file_system_are_read_not_mapped(path, monkeypatch, 
 
 def test_resuming_on_a_network_file_system_maps_nothing(path, monkeypatch, mount_table):
     """Staged rows are proven, and derived arrays found, by reading as well."""
-    with writing(path) as table:
-        table.put(0, values(range(6)))
+    make(path, range(6))
     mount_table("nfs")
     monkeypatch.setattr(mmap, "mmap", None)
     with ZarrFeatureStore.create(path, MANIFEST) as store:
@@ -204,8 +202,7 @@ def test_resuming_on_a_network_file_system_maps_nothing(path, monkeypatch, mount
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(path, monkeypatch):
-    with writing(path) as table:
-        put_pending(table)
+    make(path, range(11))
     real, looks = os.dup, []
 
     def shrinks(fd):

@@ -7,7 +7,7 @@ import os
 from unittest import mock
 
 import pytest
-from store_cases import MANIFEST, NAME, SPEC, finish, reading, sized, values, writing
+from store_cases import MANIFEST, NAME, SPEC, finish, grow, make, reading, sized, values, writing
 
 from trak_lite.errors import BusyError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -87,17 +87,11 @@ def a_check_and_a_commit(path, opened):
     return check, lambda: writer.put(10, values([10]))
 
 
-def grown(path, num_rows):
-    with ZarrFeatureStore.open(path, "r+") as store:
-        store.grow_table(NAME, num_rows)
-
-
 def a_reader_and_the_filling_of_the_last_chunk(path, opened):
     """The rows of the old commit are neither in the row log, which is gone, nor in files that match the old record."""
-    with writing(path) as table:
-        table.put(0, values(range(11)))
-    grown(path, 12)
-    writer, reader = (for_writing(opened, path).open_table(NAME), opened.enter_context(reading(path)))
+    make(path, range(11))
+    grow(path, 12)
+    writer, reader = for_writing(opened, path).open_table(NAME), opened.enter_context(reading(path))
 
     def look():
         assert reader.done()[:11].all()
@@ -107,20 +101,18 @@ def a_reader_and_the_filling_of_the_last_chunk(path, opened):
 
 def an_opening_and_a_growth(path, opened):
     """A writer that knows the old size must leave the rows of the last chunk, which are in a row log, alone."""
-    with writing(path) as table:
-        table.put(0, values(range(11)))
+    make(path, range(11))
     store = for_writing(opened, path)
 
     def look():
         assert store.open_table(NAME).pending().tolist() in ([], [11])
 
-    return look, lambda: grown(path, 12)
+    return look, lambda: grow(path, 12)
 
 
 def two_growths(path, opened):
     """A table that has grown does not become smaller again."""
-    with writing(path) as table:
-        table.put(0, values(range(11)))
+    make(path, range(11))
     store = for_writing(opened, path)
     store.open_table(NAME)
 
@@ -129,7 +121,7 @@ def two_growths(path, opened):
             assert table.spec.num_rows == 20
 
     def grow():
-        grown(path, 20)
+        grow(path, 20)
         opened.callback(look)
 
     return lambda: store.grow_table(NAME, 15), grow
@@ -155,8 +147,7 @@ def a_commit_and_an_opening(path, opened):
 
 
 def two_drops(path, opened):
-    with writing(path) as table:
-        table.put(0, values(range(11)))
+    make(path, range(11))
     store, other = for_writing(opened, path), for_writing(opened, path)
     return lambda: store.drop_table(NAME), lambda: other.drop_table(NAME)
 

@@ -122,8 +122,7 @@ def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
         with table.claim(0):
             pass
         cases.overwrite(cases.row_log(path, 0), b"")
-        with writing(path) as other:
-            other.put(2, values([2]))
+        cases.make(path, [2])
         with table.claim(0) as pending:
             assert pending.tolist() == [0, 1, 3]
             assert cases.done_rows(path) == [2]
