@@ -1,7 +1,5 @@
 """A small recipe and config for tests of the command line, and what their runs leave."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line as a program: checks, exit status, unroll, Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands on a small recipe: the numbers of the native facade, resumed, recorded and repeated."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

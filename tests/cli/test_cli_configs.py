@@ -1,7 +1,5 @@
 """Configs and recipes: what is refused in one line, and what comes of values that are given in several places."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -109,6 +107,7 @@ WRONG_FILES = [
     (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
     (b"path: x\ntask: regression\nrecipe: nothing.py", "There is no recipe at "),
 ]
+MAPPING = "recipe_arguments: {extra: {x: [1]}}"
 TYPES = "from collections.abc import Callable, Sequence\nfrom typing import Any, Literal\n"
 
 
@@ -122,10 +121,7 @@ def extra(text: str, default: Any = None) -> str:
         *(({"more": more}, [], said) for more, said in WRONG_KEYS),
         *(({}, options, said) for options, said in WRONG_OPTIONS),
         *(({"recipe": recipe}, [], said) for recipe, said in WRONG_RECIPES),
-        *(
-            ({"recipe": extra(text), "more": "recipe_arguments: {extra: {x: [1]}}"}, [], said)
-            for text, said in ANNOTATIONS
-        ),
+        *(({"recipe": extra(text), "more": MAPPING}, [], said) for text, said in ANNOTATIONS),
         ({"recipe": extra("", 3)}, ["--recipe_arguments.extra=x"], "recipe_arguments.extra must be int"),
         ({"recipe": "raise SystemExit('the recipe was run')", "more": "seed: x"}, [], "seed must be int"),
         *(({"content": content}, [], said) for content, said in WRONG_FILES),

@@ -4,8 +4,6 @@ Every command of the program's own help is tried, in every form that takes a sto
 and files name Python: a new command is tried without a line here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.client

@@ -15,6 +15,8 @@ import random
 from dataclasses import dataclass
 from unittest import mock
 
+from store_cases import overwrite, snapshot
+
 SECTOR = 512
 
 
@@ -62,15 +64,7 @@ class Noted:
 
 def tree(root):
     """Every file below a folder with its bytes, every folder with ``None``, by path from there."""
-    found = {}
-    for parent, folders, files in os.walk(root):
-        below = os.path.relpath(parent, root)
-        for name in folders:
-            found[os.path.normpath(os.path.join(below, name))] = None
-        for name in files:
-            with open(os.path.join(parent, name), "rb") as file:
-                found[os.path.normpath(os.path.join(below, name))] = file.read()
-    return found
+    return {os.path.relpath(path, root): found for path, found in snapshot(root).items()}
 
 
 def plant(found, root):
@@ -80,8 +74,7 @@ def plant(found, root):
         if found[path] is None:
             os.mkdir(os.path.join(root, path))
         else:
-            with open(os.path.join(root, path), "wb") as file:
-                file.write(found[path])
+            overwrite(os.path.join(root, path), found[path])
 
 
 class Recorder:

@@ -1,7 +1,5 @@
 """A headless Chromium spoken to over a pipe (DevTools protocol): no driver and no package is needed."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Scores to report on: drawn features without a model, and what is on a page by a plain HTML parser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from html.parser import HTMLParser
@@ -83,10 +81,6 @@ def predictions(num_targets: int = 4) -> Predictions:
     return Predictions(generator.normal(size=(6, num_targets)), generator.normal(size=(6, num_targets)))
 
 
-def in_a_notebook(shown: Any) -> Parsed:
-    return Parsed(shown._repr_html_())
-
-
 class Parsed(HTMLParser):
     """Elements, attributes and text of a page, without the text of ``script``, ``style`` and ``title``."""
 
@@ -128,6 +122,10 @@ class Parsed(HTMLParser):
     @property
     def is_closed(self) -> bool:
         return not self._open
+
+
+def in_a_notebook(shown: Any) -> Parsed:
+    return Parsed(shown._repr_html_())
 
 
 def parsed_content(content: Any, what: str = "row 0") -> Parsed:

@@ -1,7 +1,5 @@
 """The page in headless Chromium: what a reader sees, clicks, types, on a wide and on a narrow screen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

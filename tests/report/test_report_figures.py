@@ -1,7 +1,5 @@
 """Figures against dense arrays: what is counted, correlated and drawn, and the reason where nothing is drawn."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What notebooks show: the summary of scores and the gallery."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

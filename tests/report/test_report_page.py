@@ -1,7 +1,5 @@
 """The page: what is on it, that hostile text stays text, and that it asks for nothing from anywhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that is made once for all modules, each of which serves a copy of its own."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

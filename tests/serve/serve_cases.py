@@ -1,7 +1,5 @@
 """A small run with a recipe for ``serve``, a server in a thread, and requests to it by the standard library."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """Hostile requests and hostile content, with what each gets."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The command in a process of its own, killed during requests: marks, store and scores survive."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

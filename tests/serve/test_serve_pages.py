@@ -1,7 +1,5 @@
 """What a reader sees: strongest rows, filters, output of the model, texts, review, permalinks; and how to reach it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

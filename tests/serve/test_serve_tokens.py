@@ -1,7 +1,5 @@
 """Colours of tokens, against one backward pass per token; what is prepared at the start; texts that are kept."""
 
-from __future__ import annotations
-
 import heapq
 import re
 import shutil

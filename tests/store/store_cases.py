@@ -153,13 +153,6 @@ def finish(path, spec=SPEC, batch=16):
     check_all(path, spec)
 
 
-def acknowledged(path):
-    """The rows whose ``put`` has returned, as a victim noted them; a line cut off by a kill was no acknowledgement."""
-    if not os.path.exists(path):
-        return []
-    return [int(line) for line in content(path).rpartition(b"\n")[0].split()]
-
-
 def done_rows(path):
     with reading(path) as table:
         return np.flatnonzero(table.done()).tolist()

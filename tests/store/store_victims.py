@@ -17,7 +17,17 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-from store_cases import LONG, MANIFEST, NAME, PACKED, SPEC, failing_call, open_for_writing, values
+from store_cases import (
+    LONG,
+    MANIFEST,
+    NAME,
+    PACKED,
+    SPEC,
+    failing_call,
+    open_for_writing,
+    put_pending,
+    values,
+)
 
 from trak_lite import errors
 from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
@@ -25,18 +35,15 @@ from trak_lite.store import Column, Manifest, TableSpec, create_store, open_stor
 SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
 
 
-def put_all(table, spec, done, batch, pause=0):
-    pending = table.pending()
-    for start in range(0, len(pending), batch):
-        rows = pending[start : start + batch]
-        table.put(rows, values(rows, spec))
+def write(path, done, batch, spec="plain", pause=0):
+    """Put all pending rows; note each batch after ``put`` has returned."""
+
+    def note(rows):
         with open(done, "a") as file:
             file.write("".join(f"{row}\n" for row in rows))
         time.sleep(pause)
 
-
-def write(path, done, batch, spec="plain", pause=0):
-    put_all(open_for_writing(path, SPECS[spec])[1], SPECS[spec], done, batch, pause)
+    put_pending(open_for_writing(path, SPECS[spec])[1], batch, note)
 
 
 def die_before_a_child(path, row):

@@ -147,10 +147,12 @@ def folder_renamed(name):
 
 BAD_NAMES = ["", ".", "..", "../x", "a/../b", "a..b", "/etc", "a//b", "a/", ".hidden", "a b", "a\0", "ä"]
 BAD_NAMES += ["a\n", "a\\b", "~", "$HOME", "a:b", "%2e%2e", "x" * 65, "zarr.json", "a/zarr.json", "ZARR.JSON"]
+CODED = (b'"float32"', b'"float32"', b'"bytes"', b'"NaN"')
 NO_TABLE = "does not describe a table"
 NOT_THAT = "is another table than the one"
 NOT_LISTED = "is another table than the one that the store lists"
 NO_JSON = r"zarr\.json is not JSON"
+NO_ATTRIBUTES = r"ckpt-0/zarr\.json records \w+ as attributes.* Restore"
 LOST = rf"The table '{NAME}' of .* is lost.* Restore"
 METADATA = [
     *((seed_is(n), r"/zarr\.json is not JSON .*finite") for n in (b"NaN", b"1e999")),
@@ -162,10 +164,7 @@ METADATA = [
     (table_says(chunk_rows=0), NO_TABLE),
     (table_says(columns=[{"name": "q"}]), NO_TABLE),
     (table_says(columns=7), NO_TABLE),
-    *(
-        (table_says(attributes=noted), r"ckpt-0/zarr\.json records \w+ as attributes.* Restore")
-        for noted in (7, [[]], "x", None)
-    ),
+    *((table_says(attributes=noted), NO_ATTRIBUTES) for noted in (7, [[]], "x", None)),
     *((resized(*sizes), NO_TABLE) for sizes in ((1 << 33, 4), (1 << 60, 4), (11, 1 << 27), (10**30, 10**29))),
     *((resized(11, chunk_rows), NOT_THAT) for chunk_rows in (5, 1 << 26)),
     *(
@@ -179,10 +178,7 @@ METADATA = [
     (replaced(b'"trak_lite"', b'"trak_lhte"', NAME), "does not desc|lost"),
     *(
         (replaced(old, new, f"{NAME}/q"), r"q/zarr\.json contradicts its table: ")
-        for old, new in (
-            *((b'"float32"', b'"float30"'), (b'"float32"', b'"float64"')),
-            *((b'"bytes"', b'"zstd"'), (b'"NaN"', b"0")),
-        )
+        for old, new in zip(CODED, (b'"float30"', b'"float64"', b'"zstd"', b"0"), strict=True)
     ),
     *((torn(NAME, left), r"zarr\.json") for left in (None, b"", b"\xff", b"[]", b'{"node_type": "array"}')),
     *((torn(place, b"{"), r"zarr\.json") for place in ("", "targets", NAME, f"{NAME}/q")),
@@ -575,9 +571,8 @@ def test_what_is_no_file_is_refused_and_never_waited_for(mixed, place, put):
 def test_a_file_for_a_folder_is_refused(mixed):
     shutil.rmtree(folder(mixed, "features/.commits"))
     overwrite(folder(mixed, "features/.commits"), b"x")
-    raises(
-        CorruptStoreError, r"Listing .*\.commits failed.* Restore the right one, or rem", open_table, mixed
-    )
+    said = r"Listing .*\.commits failed.* Restore the right one, or rem"
+    raises(CorruptStoreError, said, open_table, mixed)
 
 
 LINKED = [".tables", "targets", NAME, ".cache", ".cache/gram.safetensors"]

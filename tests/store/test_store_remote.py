@@ -167,13 +167,11 @@ def test_a_listing_that_lags_costs_work_and_nothing_else(bucket, here, there):
     assert sum(key.startswith(f"{NAME}/features/.commits/c.0.") for key in bucket.kept) == 1
 
 
+DAMAGE = {"checksum": [lambda b: cases.flipped(b, -1, 0)], "bytes": [lambda b: b[:-1], lambda b: b + b"0"]}
+
+
 @pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda b: cases.flipped(b, -1, 0), "checksum"),
-        (lambda b: b[:-1], "bytes"),
-        (lambda b: b + b"0", "bytes"),
-    ],
+    ("damage", "problem"), [(one, said) for said, ones in DAMAGE.items() for one in ones]
 )
 def test_a_damaged_object_is_named_and_can_be_made_anew(bucket, here, there, damage, problem):
     """Reading and verifying name object, rows and what to do; doing it makes exactly these rows pending."""
