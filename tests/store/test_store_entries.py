@@ -6,23 +6,17 @@ import numpy as np
 import pytest
 import torch
 from store_cases import copy_over, flip, raises, remote_place
+from tiny_runs import labelled as data
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, verify
 from trak_lite.errors import CorruptStoreError, StateError
 from trak_lite.store import Manifest, check_store, create_store, open_store
 
 
-def data(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, 4, generator=generator)
-    return TensorDataset(inputs, torch.randint(2, (count,), generator=generator))
-
-
 def trained(rows, seed):
     torch.manual_seed(seed)
-    model = nn.Linear(4, 2)
+    model = nn.Linear(4, 3)
     inputs, labels = data(24)[torch.from_numpy(rows % 24)]
     nn.functional.cross_entropy(model(inputs), labels).backward()
     with torch.no_grad():
@@ -33,7 +27,7 @@ def trained(rows, seed):
 
 def attributor(place):
     torch.manual_seed(0)
-    return Attributor(nn.Linear(4, 2), "image_classification", place, proj_dim=8, progress=False)
+    return Attributor(nn.Linear(4, 3), "image_classification", place, proj_dim=8, progress=False)
 
 
 @pytest.fixture(params=["folder", "object store"])
