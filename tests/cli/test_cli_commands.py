@@ -50,11 +50,9 @@ def test_a_run_says_what_it_did_and_does_nothing_twice(ran, tmp_path, capsys):
     said += ["Scores('held-out': 40 train rows x 6 targets)", "target 2, most harmful rows: "]
     assert [text for text in said if text not in first] == []
     names = f"{tmp_path}/run.zarr --recipe {tmp_path}/recipe.py"
-    assert [line.partition("  (")[0].rstrip() for line in first.splitlines()[-3:]] == [
-        f"next: trak-lite serve {names}",
-        f"      trak-lite report {names}",
-        f"      trak-lite verify --from {names}",
-    ]
+    following = [line.partition("  (")[0].split("trak-lite ")[1].rstrip() for line in first.splitlines()[-3:]]
+    assert following == [f"{command} {names}" for command in ("serve", "report", "verify --from")]
+    assert first.splitlines()[-3].startswith("next: trak-lite ")
     assert "trained" not in again.splitlines()[0]
     assert "featurized: 0 rows written, 120 found" in again
     apart = ["--path", str(tmp_path / "apart.zarr")]

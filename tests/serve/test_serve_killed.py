@@ -24,13 +24,18 @@ MOMENTS = ("table_listed:1", "rows_recorded:1", "chunk_published:1")
 def command(folder: Path, failpoint: str = "") -> Iterator[tuple[Client, subprocess.Popen[str]]]:
     """Run ``trak-lite serve`` on a free port; kill it at the end if it still runs."""
     options = ["--recipe", str(folder / "recipe.py"), "--checkpoints", str(folder / "trained")]
-    arguments = ["serve", str(folder / "run.zarr"), "--port", "0", *options]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trak_lite", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TRAK_LITE_FAILPOINT": failpoint},
-    )
+    arguments = [
+        sys.executable,
+        "-m",
+        "trak_lite",
+        "serve",
+        str(folder / "run.zarr"),
+        "--port",
+        "0",
+        *options,
+    ]
+    environment = {**os.environ, "TRAK_LITE_FAILPOINT": failpoint}
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
     with process:
         try:
             line = process.stdout.readline()

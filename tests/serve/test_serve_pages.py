@@ -107,10 +107,8 @@ def test_a_text_is_scored_by_a_form_only_and_then_has_a_permalink(client, ran):
     assert dict(parse_qsl(urlsplit(moved.headers["location"]).query)) == {"text": text, "k": "4"}
     page, same = client.page(moved.headers["location"]), client.page("/", target=4, k=4)
     assert page.rows() == same.rows()
-    shown, expected = (
-        [float(value) for value in re.findall(r"[-+]\d[\d.e+-]*(?= label)", found.text)]
-        for found in (page, same)
-    )
+    texts = [re.findall(r"[-+]\d[\d.e+-]*(?= label)", found.text) for found in (page, same)]
+    shown, expected = ([*map(float, values)] for values in texts)
     assert len(shown) == 8
     assert shown == pytest.approx(expected, rel=2e-2)
     assert len(list(ran.glob("run.zarr/targets/asked-*"))) == 1

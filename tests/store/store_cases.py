@@ -40,14 +40,10 @@ __all__ = ["crc32c", "entry_name", "failpoints"]
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"
-SPEC = TableSpec(
-    num_rows=11,
-    columns=(Column("features", 3, "float16"), Column("q", None, "float32"), Column("w", None, "float32")),
-    chunk_rows=4,
-    fingerprint={"checkpoint": "abc"},
-)
-PACKED = TableSpec(11, (Column("features", 5, "int4"), Column("q", None, "float32")), 4)
-LONG = TableSpec(64, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
+Q, W = (Column(name, None, "float32") for name in "qw")
+SPEC = TableSpec(11, (Column("features", 3, "float16"), Q, W), 4, {"checkpoint": "abc"})
+PACKED = TableSpec(11, (Column("features", 5, "int4"), Q), 4)
+LONG = TableSpec(64, (Column("features", 8, "float16"), Q), 8)
 
 
 def raises(error, match, use, *given, **named):
@@ -105,10 +101,10 @@ def reading(path):
 
 def remote_place(folder, staging="staging", objects="objects"):
     """A folder that obstore takes for a bucket; another staging is another machine."""
-    from obstore.store import LocalStore
-
+    obstore = pytest.importorskip("obstore.store", reason="obstore is not installed (extra 'remote')")
     beside = f"{folder}-{staging}" if objects == "." else f"{folder}/{staging}"
-    return RemotePlace(LocalStore(os.path.normpath(f"{folder}/{objects}"), mkdir=True), staging=beside)
+    held = obstore.LocalStore(os.path.normpath(f"{folder}/{objects}"), mkdir=True)
+    return RemotePlace(held, staging=beside)
 
 
 @contextlib.contextmanager
@@ -578,13 +574,8 @@ class Bucket(AbstractObjects):
 
 
 class Folder:
-    steps = (
-        *failpoints.FAILPOINTS,
-        *failpoints.LIST_FAILPOINTS,
-        *failpoints.GROWTH_FAILPOINTS,
-        *failpoints.DROP_FAILPOINTS,
-        *failpoints.ENTRY_FAILPOINTS,
-    )
+    steps = (*failpoints.FAILPOINTS, *failpoints.LIST_FAILPOINTS, *failpoints.GROWTH_FAILPOINTS)
+    steps += (*failpoints.DROP_FAILPOINTS, *failpoints.ENTRY_FAILPOINTS)
     grows = repairs = True
     ways = tuple(WAYS)
     bucket = None

@@ -17,22 +17,13 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-from store_cases import (
-    LONG,
-    MANIFEST,
-    NAME,
-    PACKED,
-    SPEC,
-    failing_call,
-    open_for_writing,
-    put_pending,
-    values,
-)
+import store_cases
+from store_cases import LONG, MANIFEST, NAME, SPEC, failing_call, open_for_writing, put_pending, values
 
 from trak_lite import errors
 from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
 
-SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
+SPECS = {"plain": SPEC, "packed": store_cases.PACKED, "long": LONG}
 
 
 def write(path, done, batch, spec="plain", pause=0):

@@ -35,7 +35,6 @@ def machines(request, tmp_path):
     """The place of one store, as one machine and as another one names it."""
     if request.param == "folder":
         return [tmp_path / "run.zarr"] * 2
-    pytest.importorskip("obstore", reason="obstore is not installed")
     return [remote_place(tmp_path, f"staging-{number}") for number in range(2)]
 
 

@@ -84,7 +84,6 @@ def test_pieces_of_another_table_are_refused(several, change):
 
 @pytest.mark.parametrize("change", [*PIECES, "lost"])
 def test_pieces_of_another_table_are_refused_in_an_object_store(tmp_path, change):
-    pytest.importorskip("obstore", reason="obstore is not installed; it is in the extra 'remote'")
     with open_remote(tmp_path) as (store, _):
         make(store, ["ckpt-0", "ckpt-1"])
         assert store.check().ok
@@ -231,8 +230,6 @@ ENTRIES = {
 @pytest.mark.parametrize("change", ENTRIES)
 def test_an_entry_that_the_store_has_not_written_is_refused(tmp_path, kind, change):
     """Two stores of the same fingerprint, as two runs of one script make them."""
-    if kind == "object store":
-        pytest.importorskip("obstore", reason="obstore is not installed")
     own, other, names = tmp_path / "own", tmp_path / "other", ["verdicts/a", "verdicts/b"]
     remote = kind == "object store"
 

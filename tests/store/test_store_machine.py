@@ -482,17 +482,9 @@ def bounded():
 def run(kind, examples, steps):
     if kind is Objects:
         pytest.importorskip("obstore", reason="obstore is not installed; it is in the extra 'remote'")
-    stateful.run_state_machine_as_test(
-        lambda: StoreMachine(kind),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    chosen = settings(deadline=None, derandomize=True, phases=(Phase.generate,), max_examples=examples)
+    chosen = settings(chosen, stateful_step_count=steps, suppress_health_check=list(HealthCheck))
+    stateful.run_state_machine_as_test(lambda: StoreMachine(kind), settings=chosen)
 
 
 KINDS = pytest.mark.parametrize("kind", [Folder, Memory, Objects, cases.Faulty])

@@ -341,12 +341,8 @@ def test_batches_never_reach_over_a_chunk_and_keep_their_place_when_rows_are_mis
 
 
 def test_a_chunk_that_another_machine_commits_while_its_batches_are_computed_is_left_to_it(path):
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    with (
-        cases.open_remote(path, staging="one") as (_, mine),
-        cases.open_remote(path, staging="two") as (_, theirs),
-        shared(mine, 2) as work,
-    ):
+    one, two = (cases.open_remote(path, staging=name) for name in ("one", "two"))
+    with one as (_, mine), two as (_, theirs), shared(mine, 2) as work:
         for batches in work.rounds():
             drawn = iter(batches)
             ahead = [next(drawn), next(drawn)]
