@@ -207,7 +207,8 @@ def test_a_repair_may_be_killed_at_any_step(tmp_path, step):
         assert place.check(repair=True).ok
         assert cases.done_rows(place.place) == [0, 1, 2, 3, 9]
         finish(place.place)
-        cases.make(other.place, range(11))
+        with cases.writing(other.place) as table:
+            put_pending(table)
         assert other.check(repair=True).ok
         finish(other.place)
 
