@@ -466,6 +466,20 @@ def failing_call(name, count, *errors):
 
 
 @contextlib.contextmanager
+def failing_for(name, which, error):
+    """Make those calls of a function in ``os`` fail whose first argument is as ``which`` says."""
+    real = getattr(os, name)
+
+    def call(first, *more, **named):
+        if which(first):
+            raise error
+        return real(first, *more, **named)
+
+    with mock.patch.object(os, name, call):
+        yield
+
+
+@contextlib.contextmanager
 def first_call(owner, name, before):
     """Do something just before the first call of a function: what another process does between two steps."""
     real = getattr(owner, name)

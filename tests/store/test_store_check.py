@@ -221,16 +221,10 @@ def test_torn_metadata_is_a_finding_and_the_rest_is_looked_at(mixed):
     raises(CorruptStoreError, "is not a store", cases.open_for_writing, mixed)
 
 
-def test_a_disk_that_cannot_be_read_is_a_finding(mixed, monkeypatch):
-    real = os.open
-
-    def broken(name, *arguments, **keywords):
-        if str(name).startswith("c."):
-            raise OSError(errno.EIO, "Input/output error")
-        return real(name, *arguments, **keywords)
-
-    monkeypatch.setattr(os, "open", broken)
-    report = check_store(mixed)
+def test_a_disk_that_cannot_be_read_is_a_finding(mixed):
+    error = OSError(errno.EIO, "Input/output error")
+    with cases.failing_for("open", lambda name: str(name).startswith("c."), error):
+        report = check_store(mixed)
     assert not report.ok
     assert {finding.chunk for finding in report.findings} == {0, 1}
     assert all("Input/output error" in finding.finding for finding in report.findings)

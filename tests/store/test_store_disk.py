@@ -8,6 +8,7 @@ import os
 import tempfile
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -109,14 +110,9 @@ def test_the_error_of_a_failed_commit_can_be_shown(path, victims):
 def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     """Behind rows that are there already."""
     cases.make(path, [1])
-
-    def unsupported(fd, offset, size):
-        raise OSError(code, "unsupported")
-
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(code, "unsupported")))
     if code is None:
         monkeypatch.delattr(os, "posix_fallocate")
-    else:
-        monkeypatch.setattr(os, "posix_fallocate", unsupported)
     with writing(path) as table:
         table.put(0, values([0]))
         assert table.pending().tolist() == list(range(2, 11))
@@ -149,23 +145,19 @@ def test_files_whose_sync_failed_are_written_again(path, monkeypatch, broken):
     """Otherwise a second sync succeeds without writing anything."""
     _, table = cases.open_for_writing(path)
     written, real = {}, os.pwrite
-
-    def failing(fd):
-        if cases.path_of(fd) in [staged(path, 0, column) for column in broken]:
-            raise OSError(errno.EIO, "broken")
+    files = [staged(path, 0, column) for column in broken]
 
     def record(fd, data, at):
         written.setdefault(cases.path_of(fd), []).append((at, bytes(data)))
         return real(fd, data, at)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", failing)
+    with cases.failing_for("fsync", lambda fd: cases.path_of(fd) in files, BROKEN):
         raises(StoreError, "broken", table.put, 0, values(range(4)))
     assert table.pending().tolist() == list(range(11))
     monkeypatch.setattr(os, "pwrite", record)
     table.put(0, values(range(4)))
-    for name in broken:
-        assert written[staged(path, 0, name)] == [(0, values(range(4))[name].tobytes())]
+    for name, file in zip(broken, files, strict=True):
+        assert written[file] == [(0, values(range(4))[name].tobytes())]
 
 
 def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
@@ -197,16 +189,10 @@ def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatc
 def test_a_file_that_may_not_be_read_asks_for_the_right_to_read_it(path, monkeypatch, denied, said):
     """Not for a folder that can be written, nor for mode='r'; one that may be read, for the right to write."""
     cases.make(path)
-    real = os.open
-
-    def refused(name, flags, *mode, **keywords):
-        if name == "zarr.json":
-            raise PermissionError(13, "Permission denied", f"{path}/zarr.json")
-        return real(name, flags, *mode, **keywords)
-
-    monkeypatch.setattr(os, "open", refused)
     monkeypatch.setattr(os, "access", lambda name, mode: mode != denied)
-    with pytest.raises(StoreError, match=rf"Permission denied.*{said}") as caught:
+    error = PermissionError(13, "Permission denied", f"{path}/zarr.json")
+    refused = cases.failing_for("open", lambda name: name == "zarr.json", error)
+    with refused, pytest.raises(StoreError, match=rf"Permission denied.*{said}") as caught:
         ZarrFeatureStore.open(path)
     assert isinstance(caught.value, ReadOnlyStoreError) == (denied is None)
 

@@ -130,21 +130,13 @@ def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
     finish(path)
 
 
-def test_a_chunk_that_cannot_be_looked_at_is_let_go(path, monkeypatch):
+def test_a_chunk_that_cannot_be_looked_at_is_let_go(path):
     """Also while the error is kept, as it is in a notebook."""
-    real = os.lstat
-
-    def broken(name, *args, **options):
-        if "c.0" in os.path.basename(name):
-            raise OSError(errno.EIO, "broken")
-        return real(name, *args, **options)
-
+    broken = "lstat", lambda name: "c.0" in os.path.basename(name), OSError(errno.EIO, "broken")
     with writing(path) as table, writing(path) as other:
         table.put(0, values([0]))
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "lstat", broken)
-            with pytest.raises(StoreError, match="broken") as kept:
-                table.claim(0).__enter__()
+        with cases.failing_for(*broken), pytest.raises(StoreError, match="broken") as kept:
+            table.claim(0).__enter__()
         other.put(1, values([1]))
         assert kept.value
     finish(path)
