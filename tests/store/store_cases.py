@@ -434,7 +434,9 @@ def exchange_some(path, pick):
 
 
 WAYS = {
-    "one byte or all": lambda path, pick: do_harm(drawn(path, pick), pick.choice(HARMS), pick.getrandbits(9)),
+    "one byte or all": lambda path, pick: do_harm(
+        drawn(path, pick), pick.choice(HARMS), pick.getrandbits(16)
+    ),
     "other bytes": other_bytes,
     "craft": craft,
     "exchange": exchange_some,
