@@ -322,15 +322,8 @@ def test_a_folder_with_other_files_is_not_touched(tmp_path):
     }
 
 
-ANY = [
-    "plain",
-    "with space.zarr",
-    "Zürich & 東京.zarr",
-    'it\'s "quoted".zarr',
-    "a#b?c%20d.zarr",
-    "x::y",
-    "a/b/c.zarr",
-]
+ANY = ["plain", "with space.zarr", "Zürich & 東京.zarr", 'it\'s "quoted".zarr', "a#b?c%20d.zarr"]
+ANY += ["x::y", "a/b/c.zarr"]
 
 
 @pytest.mark.parametrize("name", ANY)
