@@ -32,8 +32,10 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("faults", "store", ".")]
 
 from campaign import KINDS, Broken, Campaign  # noqa: E402  (found through the line above)
-from fault_rounds import NEED_MOUNTS, may_mount  # noqa: E402
 
+from benchmarks.fault_mounts import NEED_MOUNTS, may_mount  # noqa: E402
+
+KINDS.update(NEED_MOUNTS)
 RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
 KILL_RESULTS = RESULTS.with_name("kill_campaign.json")
 ONCE = ("every_power_cut",)  # exhaustive: the same every time
@@ -170,7 +172,7 @@ def main() -> int:
     options.out = options.out or RESULTS
     mounts = may_mount() and not options.no_mounts
     started, commands = time.monotonic(), []
-    with Campaign(options.seed, size=options.size, mounts=mounts) as campaign:
+    with Campaign(options.seed, size=options.size) as campaign:
         for kind, number in due(campaign, options, mounts):
             broken = campaign.run(kind, number)
             if broken is not None:

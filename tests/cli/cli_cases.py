@@ -1,7 +1,5 @@
 """A small recipe and config for tests of the command line, and what their runs leave."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
@@ -76,14 +74,12 @@ RECORDS = ("runs", "run records, format 1")
 
 
 def write_case(folder: Path, *, recipe: str = RECIPE, more: str = "", config: str = CONFIG) -> str:
-    """Write a recipe and a config beside it; return the config's path."""
     (folder / "recipe.py").write_text(recipe)
     (folder / "run.yaml").write_text(config.format(folder=folder) + more)
     return str(folder / "run.yaml")
 
 
 def done(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that succeeds; return what it printed."""
     capsys.readouterr()
     assert cli.main(arguments) == 0
     return capsys.readouterr().out
@@ -108,7 +104,6 @@ def typed(folder: Path) -> list[str]:
 
 
 def functions(folder: Path) -> dict[str, Any]:
-    """What the recipe of a folder defines."""
     return runpy.run_path(str(folder / "recipe.py"))
 
 
@@ -121,7 +116,6 @@ def scores(folder: Path, name: str = "held-out", path: str = "run.zarr") -> np.n
 
 
 def records(store: Any) -> list[dict[str, Any]]:
-    """The records of the runs of a store."""
     with open_store(store) as kept:
         entry = kept.entry(*RECORDS)
     return [] if entry is None else json.loads(entry.tobytes())

@@ -1,7 +1,5 @@
 """One run of the command line, made once for all tests."""
 
-from __future__ import annotations
-
 import shutil
 from pkgutil import resolve_name
 

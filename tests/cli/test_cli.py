@@ -1,7 +1,5 @@
 """The command line as a program: checks, exit status, unroll, Ctrl-C."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 
@@ -9,43 +7,32 @@ import numpy as np
 import pytest
 from cli_cases import RECIPE, done, functions, refused, scores, write_case
 from forked import start_script
+from store_cases import NAME, done_rows, flip, folder, make
 
 from trak_lite import __version__, cli
-from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore
 from trak_lite.unrolled import unrolled
 
-SPEC = TableSpec(num_rows=8, columns=(Column("features", 2, "float32"),), chunk_rows=4)
+USAGE = "Usage: trak-lite"
 
 
 @pytest.fixture
 def path(tmp_path):
-    path = str(tmp_path / "a run.zarr")
-    with ZarrFeatureStore.create(path, Manifest({"seed": 0})) as store:
-        store.create_table("ckpt-0", SPEC).put(0, {"features": np.ones((8, 2), np.float32)})
-    return path
-
-
-def damage(path: str) -> None:
-    Path(path, "ckpt-0", "features", "c.1.0").write_bytes(bytes(32))
-
-
-def pending(path: str) -> list[int]:
-    with ZarrFeatureStore.open(path) as store:
-        return store.open_table("ckpt-0").pending().tolist()
+    make(str(tmp_path / "a run.zarr"), range(11))
+    return str(tmp_path / "a run.zarr")
 
 
 @pytest.mark.quick
 def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
-    sound = f"{path}: sound; 1 table, 8 rows done, 0 pending, 2 chunks of 64 bytes compared.\n"
+    sound = f"{path}: sound; 1 table, 11 rows done, 0 pending, 3 chunks of 168 bytes compared.\n"
     assert done(["check", path], capsys) == sound
-    damage(path)
+    flip(folder(path, "features/c.1.0"))
     assert cli.main(["check", path]) == 1
     row = capsys.readouterr().out.splitlines()[1]
-    assert row.startswith("damage  ckpt-0  1      4 to 7  features  checksum")
-    assert pending(path) == []
+    assert row.startswith(f"damage  {NAME}  1      4 to 7  features  checksum")
+    assert done_rows(path) == list(range(11))
     repaired = done(["check", path, "--repair"], capsys)
-    assert "set aside: chunk 1 (rows 4 to 7 are pending) of ckpt-0 is in" in repaired
-    assert pending(path) == [4, 5, 6, 7]
+    assert f"set aside: chunk 1 (rows 4 to 7 are pending) of {NAME} is in" in repaired
+    assert done_rows(path) == [0, 1, 2, 3, 8, 9, 10]
     assert cli.main(["check", "--repair", path]) == 0
 
 
@@ -60,14 +47,11 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
         (["check", "no/such"], "trak-lite: There is no store at "),
         (["inspect", "no/such"], "trak-lite: There is no store at "),
         (["report", "no/such"], "trak-lite: There is no store at "),
-        (
-            ["run"],
-            "run takes either a config or --from STORE; the config comes first. Usage: trak-lite run (CONFIG",
-        ),
+        (["run"], f"run takes either a config or --from STORE; the config comes first. {USAGE} run (CONFIG"),
         (["run", "a.yaml", "--from", "b"], "run takes either"),
         (["run", "--from"], "--from has no value. Expected --from VALUE."),
         (["report", "a.zarr", "--out"], "--out has no value. Expected --out VALUE."),
-        (["report"], "report needs the path of a store. Usage: trak-lite report (STORE | --from STORE)"),
+        (["report"], f"report needs the path of a store. {USAGE} report (STORE | --from STORE)"),
         (["run", "no/such.yaml"], "There is no config at no/such.yaml"),
     ],
 )
@@ -77,7 +61,7 @@ def test_wrong_use_exits_with_2_and_one_line(arguments, said, capsys):
 
 def test_a_program_without_the_extra_looks_at_stores_and_says_what_to_install(path, tmp_path):
     """A process of its own, as an import elsewhere would hide what the commands import."""
-    damage(path)
+    flip(folder(path, "features/c.1.0"))
     code = (
         "import runpy, sys\n"
         "extra = ('jsonargparse', 'docstring_parser')\n"
@@ -128,18 +112,15 @@ def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     config = write_case(tmp_path, recipe=RECIPE + TRAINING, more="unroll:\n  block: 4\n")
     out = done(["unroll", config], capsys)
     assert "40 train rows x 6 targets" in out
-
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "run.run").rglob("*.safetensors")}
     assert times
     assert done(["unroll", config], capsys) == out
     assert times == {path: path.stat().st_mtime_ns for path in times}
-
     recipe = functions(tmp_path)
     targets, task = recipe["target_data"](), "image_classification"
     apart = unrolled(recipe["training"]().train(), targets, task, block=4)
     best = [f"{row} ({apart.numpy()[row, 0]:+.2e})" for row in apart.top(5, target=0).indices]
     assert f"target 0, most helpful rows: {'  '.join(best)}\n" in out
-
     assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
     for option in ("--where", "--by"):
         assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)
@@ -165,9 +146,7 @@ class Interrupted(TensorDataset):
         if index == self.interrupted_at:
             signal.raise_signal(signal.SIGINT)
         return super().__getitem__(index)""",
-).replace(
-    "def train_data(num_train: int = 40)", "def train_data(num_train: int = 40, interrupted_at: int = -1)"
-)
+).replace("train_data(num_train: int = 40)", "train_data(num_train: int = 40, interrupted_at: int = -1)")
 
 
 @pytest.fixture

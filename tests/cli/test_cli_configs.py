@@ -1,7 +1,5 @@
 """Configs and recipes: what is refused in one line, and what comes of values that are given in several places."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 from trak_lite import Attributor, Normalization, cli
 
+STEP = "recipe_arguments: {step: 2}"
 WRONG_KEYS = [
     ("seed: many", "seed must be int, got 'many'."),
     ("seed: 1.5", "seed must be int, got 1.5."),
@@ -30,10 +29,7 @@ WRONG_KEYS = [
     ("seed: null", "seed must be int, got None."),
     ("store_norms: 1", "store_norms must be bool, got 1."),
     ("method: {name: TRAK, damping: .nan}", "method must be Union[dict[str, "),
-    (
-        "method: {name: TRAK, damping: high}",
-        "method: damping must be a finite number of at least 0, got 'high'.",
-    ),
+    ("method: {name: TRAK, damping: x}", "method: damping must be a finite number of at least 0, got 'x'."),
     ("method: {name: TRAK, dampings: 1}", "dampings"),
     ("method: {damping: 1}", "method must be a name of 'GaussNewton', "),
     ("method: {name: TracIn, learning_rates: fast}", "method: learning_rates must be finite"),
@@ -47,10 +43,7 @@ WRONG_KEYS = [
     ("verify: 5", "verify must be a mapping of keys, got 5."),
     ("recipe_arguments: 5", "recipe_arguments must be a mapping, got 5."),
     ("recipe_arguments: {steps: few}", "recipe_arguments.steps must be int, got 'few'."),
-    (
-        "recipe_arguments: {step: 2}",
-        "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?",
-    ),
+    (STEP, "unknown key 'recipe_arguments.step'. Did you mean 'recipe_arguments.steps'?"),
     ("train_data: {indices+: 1}", "unknown key 'train_data.indices+'. Did you mean 'train_data.indices'?"),
     ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
     ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget' or 'trials.budget'?"),
@@ -81,22 +74,13 @@ WRONG_RECIPES = [
     (RECIPE + "\nrender = 'text'\n", "defines no function render()"),
     ("x = 1\ndef broken(:\n", "cannot be executed: line 2: "),
     ("import no_such_package\n", "No module named 'no_such_package'. Correct it, or install"),
-    (
-        RECIPE.replace("torch.manual_seed(0)", "import no_such_one"),
-        "No module named 'no_such_one'. Install what it",
-    ),
-    (
-        RECIPE + "\ndef render_target(index, width: int = 9): ...\n",
-        "'width' of render_target() has another type or",
-    ),
+    (RECIPE.replace("torch.manual_seed(0)", "import no_such"), "No module named 'no_such'. Install what it"),
+    (RECIPE + "\ndef render_target(i, width: int=9): 0\n", "'width' of render_target() has another type or"),
     (RECIPE.replace("width: int = 4", "width: int"), "recipe_arguments.width must be given"),
     (RECIPE.replace("range(steps)", "range(0 * steps)"), "returned no weights"),
     (RECIPE.replace("yield model.state_dict()", "yield 3"), "train() returned int. Expected a module"),
     (RECIPE.replace("yield model.state_dict()", "yield torch.ones(2)"), "train() returned Tensor. Expected"),
-    (
-        RECIPE.replace("yield model.state_dict()", "yield 'weights'"),
-        "train() returned str. Expected a module",
-    ),
+    (RECIPE.replace("yield model.state_dict()", "yield 'file'"), "train() returned str. Expected a module"),
 ]
 ANNOTATIONS = [
     (": str | torch.device", "must be str, got"),
@@ -104,10 +88,7 @@ ANNOTATIONS = [
     (": float | Literal['auto']", "must be Union[float, Literal['auto']], got"),
     (": Sequence[int] | None", "must be Optional[list[int]], got"),
     (": tuple[float, ...]", "must be list[float], got"),
-    (
-        ": str | type[nn.Module] | Sequence[str | type[nn.Module]] | None",
-        "must be Union[str, list[str], NoneType]",
-    ),
+    (": str | type[nn.Module] | Sequence[str | type[Any]] | None", "must be Union[str, list[str], NoneType]"),
     (": Callable[..., Any] | None", "unknown key"),
     (": Sequence[Any]", "unknown key"),
     (": nn.Module", "unknown key"),
@@ -126,11 +107,11 @@ WRONG_FILES = [
     (b"path: x", "recipe, task must be given. Add it, or pass --recipe VALUE."),
     (b"path: x\ntask: regression\nrecipe: nothing.py", "There is no recipe at "),
 ]
+MAPPING = "recipe_arguments: {extra: {x: [1]}}"
 TYPES = "from collections.abc import Callable, Sequence\nfrom typing import Any, Literal\n"
 
 
-def with_argument(text: str, default: Any = None) -> str:
-    """The recipe with one more argument of its train data."""
+def extra(text: str, default: Any = None) -> str:
     return TYPES + RECIPE.replace("num_train: int = 40):", f"num_train: int = 40, extra{text} = {default}):")
 
 
@@ -140,15 +121,8 @@ def with_argument(text: str, default: Any = None) -> str:
         *(({"more": more}, [], said) for more, said in WRONG_KEYS),
         *(({}, options, said) for options, said in WRONG_OPTIONS),
         *(({"recipe": recipe}, [], said) for recipe, said in WRONG_RECIPES),
-        *(
-            ({"recipe": with_argument(text), "more": "recipe_arguments: {extra: {x: [1]}}"}, [], said)
-            for text, said in ANNOTATIONS
-        ),
-        (
-            {"recipe": with_argument("", 3)},
-            ["--recipe_arguments.extra=x"],
-            "recipe_arguments.extra must be int",
-        ),
+        *(({"recipe": extra(text), "more": MAPPING}, [], said) for text, said in ANNOTATIONS),
+        ({"recipe": extra("", 3)}, ["--recipe_arguments.extra=x"], "recipe_arguments.extra must be int"),
         ({"recipe": "raise SystemExit('the recipe was run')", "more": "seed: x"}, [], "seed must be int"),
         *(({"content": content}, [], said) for content, said in WRONG_FILES),
     ],
@@ -169,9 +143,7 @@ def test_an_error_of_the_recipes_own_is_left_to_its_traceback(tmp_path):
         cli.main(["run", write_case(tmp_path, recipe="1 / 0")])
 
 
-def test_the_command_line_comes_before_the_file_and_the_file_before_the_default(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_command_line_comes_before_the_file_and_this_before_the_default(tmp_path, monkeypatch, capsys):
     """As the run is recorded; the record, written out as a config, is the same run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "below").mkdir()
@@ -267,9 +239,7 @@ def shown_keys(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]
 
 
 @pytest.mark.quick
-def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_only_python_can_say(
-    capsys,
-):
+def test_every_argument_of_the_attributor_is_a_key_with_its_default_but_what_only_python_can_say(capsys):
     keys = shown_keys(capsys)
     parameters = inspect.signature(Attributor.__init__).parameters.items()
     without = ("self", "model", "collate", "path", "task")

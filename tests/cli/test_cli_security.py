@@ -4,9 +4,8 @@ Every command of the program's own help is tried, in every form that takes a sto
 and files name Python: a new command is tried without a line here.
 """
 
-from __future__ import annotations
-
 import contextlib
+import functools
 import hashlib
 import http.client
 import io
@@ -25,10 +24,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_cases import RECIPE, done, functions, opened, put_records, records, refused
+from store_cases import edit
 
 from trak_lite import Attributor, cli
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, TrakLiteError
-from trak_lite.store import Manifest, open_store
+from trak_lite.store import open_store
 
 
 def commands() -> list[str]:
@@ -67,41 +67,34 @@ def _no_command_waits(monkeypatch):
     monkeypatch.setattr(Server, "run", run)
 
 
-class Watch:
+WATCHED = ("open", "import", "os.system", "os.exec", "subprocess.Popen", "pickle.find_class")
+watching: list[list[str]] = []
+
+
+@functools.cache  # installed by the first who watches: it stays for ever, and every event of later tests costs a call
+def install_hook() -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        for seen in watching:
+            if event == "exec":
+                seen.append(str(arguments[0].co_filename))
+            elif event in WATCHED:
+                seen += [str(part) for part in arguments]
+
+    sys.addaudithook(hook)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[str]]:
     """What Python has run, imported, opened and started inside a block, told by its audit hook."""
-
-    WATCHED = ("open", "import", "os.system", "os.exec", "subprocess.Popen", "pickle.find_class")
-
-    def __init__(self) -> None:
-        self.seen: list[str] | None = None
-        self._is_installed = False
-
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.seen is None:
-            return
-        if event == "exec":
-            self.seen.append(str(arguments[0].co_filename))
-        elif event in self.WATCHED:
-            self.seen += [str(part) for part in arguments]
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[list[str]]:
-        if not self._is_installed:  # only now: it stays for ever, and every event of later tests costs a call
-            sys.addaudithook(self._hook)
-            self._is_installed = True
-        self.seen = seen = []
-        try:
-            yield seen
-        finally:
-            self.seen = None
-
-
-watch = Watch()
+    install_hook()
+    watching.append([])
+    try:
+        yield watching[0]
+    finally:
+        watching.clear()
 
 
 class Boom:
-    """Runs code when it is unpickled."""
-
     def __reduce__(self) -> Any:
         return os.system, ("touch ran",)
 
@@ -113,20 +106,10 @@ def put_record(folder: Path, digest: str, **config: Any) -> None:
     put_records(folder / "run.zarr", [{**old, **changed}])
 
 
-def edit_record(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change metadata as an attacker does, who makes the checksum fit."""
-    document = json.loads(path.read_text())
-    record = document["attributes"]["trak_lite"]
-    del record["checksum"]
-    change(record)
-    record["checksum"] = Manifest(record).digest()[:32]
-    path.write_text(json.dumps(document))
-
-
 def edit_attributes(folder: Path, **attributes: Any) -> None:
     for table in ("ckpt-0", "ckpt-1", "ckpt-2"):
         document = folder / "run.zarr" / table / "zarr.json"
-        edit_record(document, lambda record: record["attributes"].update(attributes))
+        edit(document, lambda record: record["attributes"].update(attributes))
 
 
 def plant_python(folder: Path) -> list[Path]:
@@ -165,7 +148,7 @@ def pickles_as_checkpoints(folder: Path) -> None:
 def settings_of_the_manifest(folder: Path) -> None:
     modules = {"task": "this", "gradient_computer": "this.d", "projector": "this.s", "collate": "this.d"}
     modules |= {"method": "this.s", "device": "this"}
-    edit_record(folder / "run.zarr/zarr.json", lambda record: record["made_with"]["settings"].update(modules))
+    edit(folder / "run.zarr/zarr.json", lambda record: record["made_with"]["settings"].update(modules))
 
 
 def sha256(text: str) -> str:
@@ -173,12 +156,8 @@ def sha256(text: str) -> str:
 
 
 RECIPES = ["run.zarr/.cache/notes.npy.py", "{}/run.zarr/recipe.py", str(STDLIB), "{}/recipe.py"]
-ATTACKS = [
-    *map(names_a_recipe, RECIPES),
-    modules_as_settings,
-    pickles_as_checkpoints,
-    settings_of_the_manifest,
-]
+ATTACKS = [*map(names_a_recipe, RECIPES), modules_as_settings, pickles_as_checkpoints]
+ATTACKS.append(settings_of_the_manifest)
 
 
 def attempt(arguments: list[str]) -> list[str]:
@@ -306,7 +285,7 @@ def test_names_of_a_store_tell_a_terminal_nothing(copied, capsys):
         kept.put_entry(name, key, np.frombuffer(json.dumps(verdict).encode(), np.uint8).copy())
     edit_attributes(copied, name=ESCAPE)
     manifest = copied / "run.zarr/zarr.json"
-    edit_record(manifest, lambda record: record["fingerprint"].update({f"a\n{ESCAPE}": ESCAPE}))
+    edit(manifest, lambda record: record["fingerprint"].update({f"a\n{ESCAPE}": ESCAPE}))
     put_record(copied, "x" + ESCAPE, recipe=ESCAPE)
     (copied / f"run.zarr/x{ESCAPE}").mkdir()
     capsys.readouterr()
@@ -350,19 +329,18 @@ def test_settings_of_a_manifest_that_are_none_are_refused_by_name(copied, capsys
     whole = json.loads(path.read_text())["attributes"]["trak_lite"]["made_with"]["settings"]
     for settings in SETTINGS:
         stored = {**whole, **settings} if isinstance(settings, dict) else settings
-        edit_record(path, lambda record, stored=stored: record["made_with"].update(settings=stored))
+        edit(path, lambda record, stored=stored: record["made_with"].update(settings=stored))
         with pytest.raises(TrakLiteError):
             Attributor.open(path.parent, model)
         if not isinstance(settings, dict) or "method" in settings:  # the report reads nothing else of them
             refused(["report", str(path.parent)], capsys)
     older = {name: value for name, value in whole.items() if name != "method"} | {"kernel": "curvature"}
-    edit_record(path, lambda record: record["made_with"].update(settings={**older, "damping": 0.0078125}))
+    edit(path, lambda record: record["made_with"].update(settings={**older, "damping": 0.0078125}))
     said = "was written by an older version of trak_lite: its settings name no method. Featurize again into"
     for given in ({}, {"method": "GaussNewton"}):
         with pytest.raises(ManifestMismatchError, match=said):
             Attributor.open(path.parent, model, **given)
     assert said in refused(["report", str(path.parent)], capsys)
-
-    edit_record(path, lambda record: record["made_with"].update(settings=whole))
-    edit_record(path, lambda record: record["fingerprint"].setdefault("dataset", {}).update(num_rows=0))
+    edit(path, lambda record: record["made_with"].update(settings=whole))
+    edit(path, lambda record: record["fingerprint"].setdefault("dataset", {}).update(num_rows=0))
     assert "has no train rows. Featurize them first" in refused(["serve", str(path.parent)], capsys)

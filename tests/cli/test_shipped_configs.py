@@ -1,7 +1,5 @@
 """The configs that come with the source do their whole job, made small by the overrides that anyone can pass."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

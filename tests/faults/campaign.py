@@ -33,12 +33,11 @@ class Campaign:
     Args:
         seed: Of everything that is drawn.
         size: How many power cuts a round has.
-        mounts: Whether rounds may mount file systems.
     """
 
-    def __init__(self, seed, *, size, mounts=False):
+    def __init__(self, seed, *, size):
         self.seed, self.rounds, self.totals, self.broken, self.folder = seed, Counter(), Counter(), [], ""
-        self._size, self._mounts, self._open = size, mounts, contextlib.ExitStack()
+        self._size, self._open = size, contextlib.ExitStack()
 
     def __enter__(self):
         fast = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -57,7 +56,7 @@ class Campaign:
         os.mkdir(folder)
         broken, pick = None, random.Random(f"{self.seed}/{kind}/{number}")
         try:
-            KINDS[kind](Round(self._forks, pick, folder, self.totals, self._size, self._mounts), **options)
+            KINDS[kind](Round(self._forks, pick, folder, self.totals, self._size), **options)
         except Exception as error:  # whatever a round does not expect is a finding
             broken = Broken(kind, number, f"{type(error).__name__}: {error}", traceback.format_exc())
             self.broken.append(broken)

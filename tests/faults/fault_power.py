@@ -9,10 +9,13 @@ of them.
 """
 
 import contextlib
+import functools
 import os
 import random
 from dataclasses import dataclass
 from unittest import mock
+
+from store_cases import overwrite, snapshot
 
 SECTOR = 512
 
@@ -61,15 +64,7 @@ class Noted:
 
 def tree(root):
     """Every file below a folder with its bytes, every folder with ``None``, by path from there."""
-    found = {}
-    for parent, folders, files in os.walk(root):
-        below = os.path.relpath(parent, root)
-        for name in folders:
-            found[os.path.normpath(os.path.join(below, name))] = None
-        for name in files:
-            with open(os.path.join(parent, name), "rb") as file:
-                found[os.path.normpath(os.path.join(below, name))] = file.read()
-    return found
+    return {os.path.relpath(path, root): found for path, found in snapshot(root).items()}
 
 
 def plant(found, root):
@@ -79,8 +74,7 @@ def plant(found, root):
         if found[path] is None:
             os.mkdir(os.path.join(root, path))
         else:
-            with open(os.path.join(root, path), "wb") as file:
-                file.write(found[path])
+            overwrite(os.path.join(root, path), found[path])
 
 
 class Recorder:
@@ -101,23 +95,12 @@ class Recorder:
         self._first = len(self.steps)
 
     def __enter__(self):
-        calls = {
-            "open": self._on_open,
-            "pwrite": self._on_pwrite,
-            "ftruncate": self._on_ftruncate,
-            "posix_fallocate": self._on_fallocate,
-            "fsync": self._on_fsync,
-            "mkdir": self._on_mkdir,
-            "rename": self._on_rename,
-            "replace": self._on_rename,
-            "unlink": self._on_unlink,
-            "remove": self._on_unlink,
-            "rmdir": self._on_unlink,
-        }
+        names = ("open", "pwrite", "ftruncate", "posix_fallocate", "fsync", "mkdir", "rename", "unlink")
+        calls = {name: getattr(self, f"_on_{name}") for name in names}
+        calls |= {"replace": self._on_rename, "remove": self._on_unlink, "rmdir": self._on_unlink}
         for name, record in calls.items():
-            self._patches.enter_context(
-                mock.patch.object(os, name, self._recorded(getattr(os, name), record))
-            )
+            patched = mock.patch.object(os, name, functools.partial(record, getattr(os, name)))
+            self._patches.enter_context(patched)
         return self
 
     def __exit__(self, kind, *_):
@@ -132,13 +115,6 @@ class Recorder:
     def disk(self):
         """Return what was recorded so far, as a disk sees it."""
         return Disk(tuple(self.steps), self._first, frozenset(self._names))
-
-    @staticmethod
-    def _recorded(real, record):
-        def call(*arguments, **keywords):
-            return record(real, *arguments, **keywords)
-
-        return call
 
     def _on_open(self, real, path, flags, *mode, **keywords):
         path = self._full(path, keywords.pop("dir_fd", None))
@@ -158,7 +134,7 @@ class Recorder:
         real(fd, size)
         self._resized(fd, size, may_cut=True)
 
-    def _on_fallocate(self, real, fd, offset, size):
+    def _on_posix_fallocate(self, real, fd, offset, size):
         real(fd, offset, size)
         self._resized(fd, offset + size, may_cut=False)
 
@@ -287,9 +263,8 @@ class Disk:
         for place, step in enumerate(steps):
             if isinstance(step, Written | Resized):
                 kept = 1.0 if place < last.get(step.node, -1) else cut.sectors
-                _apply(
-                    contents.setdefault(step.node, bytearray()), step, lambda kept=kept: pick.random() < kept
-                )
+                content = contents.setdefault(step.node, bytearray())
+                _apply(content, step, lambda kept=kept: pick.random() < kept)
         return dict(self._walk(0, "", names, contents))
 
     def _walk(self, folder, path, names, contents):

@@ -1,27 +1,22 @@
 """Rounds of faults of the disk: each fills a store, does something to its disk, and checks every promise afterwards."""
 
 import contextlib
-import functools
 import itertools
 import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import store_cases
-from fault_power import EXTREMES, KEPT, Cut, Recorder, plant, tree
+from fault_power import EXTREMES, KEPT, Cut, Recorder, plant
 from forking import Forks
-from store_cases import LONG, MANIFEST, NAME, check_committed, open_for_writing, reading, values
+from store_cases import MANIFEST, NAME, check_committed, open_for_writing, reading, values
 
-from trak_lite.errors import MissingStoreError, ReadOnlyStoreError, StoreError, StoreFullError
+from trak_lite.errors import MissingStoreError, StoreError, StoreFullError
 from trak_lite.store import Column, TableSpec, ZarrFeatureStore
 
 
@@ -35,8 +30,6 @@ class Round:
     totals: Counter
     size: int
     """How many power cuts a round has."""
-    mounts: bool
-    """Whether file systems may be mounted."""
     spec: TableSpec = field(init=False)
 
     def __post_init__(self):
@@ -175,71 +168,13 @@ def complete_chunks(rows, spec):
     return set().union(*(chunk for chunk in chunks if chunk <= rows))
 
 
-def power_cut_image(this):
-    """Copy the image of a mounted ext4 in the middle of a run, mount the copy, and see."""
-    image, done = os.path.join(this.folder, "image"), os.path.join(this.folder, "done")
-    with open(image, "wb") as file:
-        file.truncate(8 << 20)
-    command("mkfs.ext4", "-q", "-b", "1024", "-E", "lazy_itable_init=0,lazy_journal_init=0", image)
-    with mounted(os.path.join(this.folder, "mounted"), "-o", "loop", image) as place:
-        path = os.path.join(place, "run.zarr")
-        pid = this.forks.start("write", path, done, 3, "long", 0.01, synced=True)
-        try:
-            for _ in range(this.pick.randint(1, 4)):
-                time.sleep(this.pick.uniform(0, 0.3))
-                _check_copy(this, image, pid, done)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            this.forks.wait(pid)
-        this.finish(path, LONG)
-
-
-def _check_copy(this, image, pid, done):
-    rows, before, copy = set(store_cases.acknowledged(done)), None, os.path.join(this.folder, "copy")
-    with contextlib.suppress(ProcessLookupError), _stopped(pid):
-        for _ in range(50):  # equal to itself a moment later: nothing was written while it was copied
-            whole = store_cases.content(image)
-            if whole == before:
-                break
-            before = whole
-    store_cases.overwrite(copy, before)
-    with mounted(os.path.join(this.folder, "after"), "-o", "loop", copy) as place:
-        path = os.path.join(place, "run.zarr")
-        check_reader(path, complete_chunks(rows, LONG), made=bool(rows))
-        this.finish(path, LONG)
-    this.totals["power cuts of an ext4 image"] += 1
-
-
-@contextlib.contextmanager
-def _stopped(pid):
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 # Disks that are full, or may not be written.
 
 
 def full_disk(this):
-    """A real full disk (a small tmpfs) or a limit on the size of files; room comes back piece by piece."""
-    if this.mounts and this.pick.random() < 0.7:
-        with mounted(os.path.join(this.folder, "small"), "-t", "tmpfs", "-o", "size=4m", "tmpfs") as small:
-            ballast = os.path.join(small, "ballast")
-            with open(ballast, "wb") as file:
-                room = this.pick.choice([0, 4, 16, 60, 200]) << 10
-                os.posix_fallocate(file.fileno(), 0, (4 << 20) - (64 << 10) - room)
-
-            def shrink(full):
-                os.truncate(ballast, max(os.path.getsize(ballast) - this.pick.choice([4096, 16384]), 0))
-
-            _fill_as_room_comes(this, os.path.join(small, "run.zarr"), shrink)
-            os.truncate(ballast, 0)
-            this.finish(os.path.join(small, "run.zarr"))
-            return
-    size, before = this.pick.choice([512, 700, 1024, 4096, 20_000]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    """A limit on the size of files, which grows piece by piece."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = this.pick.choice([512, 700, 1024, 4096, 20_000])
 
     def limit(full):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size * max(2 * full, 1), before[1]))
@@ -248,14 +183,14 @@ def full_disk(this):
     keeps, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     limit(0)
     try:
-        _fill_as_room_comes(this, os.path.join(this.folder, "run.zarr"), limit)
+        fill_as_room_comes(this, os.path.join(this.folder, "run.zarr"), limit)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         sys.dont_write_bytecode = keeps
     this.finish(os.path.join(this.folder, "run.zarr"))
 
 
-def _fill_as_room_comes(this, path, more_room):
+def fill_as_room_comes(this, path, more_room):
     """The same process goes on each time, with the handle that it has."""
     noted, store, table = [], None, None
     for full in itertools.count(1):
@@ -272,59 +207,4 @@ def _fill_as_room_comes(this, path, more_room):
     store.close()
 
 
-def read_only(this):
-    """A mount that may only be read: reading works, writing is refused, and not a byte changes."""
-    path = os.path.join(this.folder, "run.zarr")
-    store, table = open_for_writing(path, this.spec)
-    table.put(0, values(range(this.pick.randint(1, this.spec.num_rows)), this.spec))
-    noted = np.flatnonzero(table.done()).tolist()
-    store.close()
-    before = tree(path)
-    with mounted(path, "--bind", path):
-        command("mount", "-o", "remount,bind,ro", path)
-        check_reader(path, noted)
-        for use in (
-            lambda: ZarrFeatureStore.open(path, "r+"),
-            lambda: ZarrFeatureStore.create(path, MANIFEST),
-        ):
-            with contextlib.suppress(ReadOnlyStoreError):
-                use()
-                raise AssertionError("a store that cannot be written opens for writing")
-    assert tree(path) == before, "reading has changed the store"
-    this.totals["read-only stores"] += 1
-    this.finish(path)
-
-
-# File systems of a round's own.
-
-
-@functools.cache
-def may_mount():
-    """Return whether this process may mount file systems, images of disks included."""
-    if os.geteuid() != 0 or not os.path.exists("/dev/loop-control"):
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        tried = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, check=False)
-        if tried.returncode == 0:
-            command("umount", folder)
-        return tried.returncode == 0
-
-
-def command(*words):
-    """Run a program and wait for it to succeed."""
-    subprocess.run(words, check=True, capture_output=True)
-
-
-@contextlib.contextmanager
-def mounted(folder, *options):
-    """Mount something on a folder, which is made if it is not there."""
-    os.makedirs(folder, exist_ok=True)
-    command("mount", *options, folder)
-    try:
-        yield folder
-    finally:
-        command("umount", "-l", folder)
-
-
-KINDS = {each.__name__: each for each in (power_cut, every_power_cut, power_cut_image, full_disk, read_only)}
-NEED_MOUNTS = ("power_cut_image", "read_only")
+KINDS = {each.__name__: each for each in (power_cut, every_power_cut, full_disk)}

@@ -19,6 +19,4 @@ def test_a_hostile_store_harms_nothing(campaign, kind):
     for number, case in enumerate(KINDS[kind](campaign.root, campaign.other)):
         if number % EVERY[kind] == 0 or case[0] in NAMED:
             campaign.run(kind, case)
-    assert {name: campaign.counts[name] for name in MUST_BE_ZERO} == dict.fromkeys(MUST_BE_ZERO, 0), (
-        campaign.broken
-    )
+    assert not any(campaign.counts[name] for name in MUST_BE_ZERO), (campaign.counts, campaign.broken)

@@ -1,7 +1,5 @@
 """A headless Chromium spoken to over a pipe (DevTools protocol): no driver and no package is needed."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -18,9 +16,7 @@ from typing import Any
 import numpy as np
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NO_CHROMIUM = (
-    "needs Chromium: neither chromium nor google-chrome is on the PATH (Debian: apt install chromium)"
-)
+NO_CHROMIUM = "needs Chromium: no chromium and no google-chrome is on the PATH (Debian: apt install chromium)"
 
 _FLAGS = (
     "--headless=new",
@@ -50,7 +46,6 @@ class Page:
         self._session: dict[str, str] = {}
         self.requests: list[str] = []
         self.complaints: list[str] = []
-
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
@@ -88,7 +83,6 @@ class Page:
         self._loaded = False
 
     def run(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -109,7 +103,6 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def wait(self, expression: str) -> None:
-        """Wait until a JavaScript expression is true, at most 30 seconds."""
         self.call(
             "Runtime.evaluate",
             expression="new Promise((done, failed) => { const end = Date.now() + 30000; const look = () => "
@@ -142,7 +135,6 @@ class Page:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Run Chromium with a profile of its own, inside the block."""
     assert CHROMIUM is not None, NO_CHROMIUM
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()

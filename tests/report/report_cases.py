@@ -1,7 +1,5 @@
 """Scores to report on: drawn features without a model, and what is on a page by a plain HTML parser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from html.parser import HTMLParser
@@ -83,11 +81,6 @@ def predictions(num_targets: int = 4) -> Predictions:
     return Predictions(generator.normal(size=(6, num_targets)), generator.normal(size=(6, num_targets)))
 
 
-def in_a_notebook(shown: Any) -> Parsed:
-    """Return what a notebook shows of an object."""
-    return Parsed(shown._repr_html_())
-
-
 class Parsed(HTMLParser):
     """Elements, attributes and text of a page, without the text of ``script``, ``style`` and ``title``."""
 
@@ -120,7 +113,6 @@ class Parsed(HTMLParser):
         return [found for name, found in self.elements if name == tag and wanted.items() <= found.items()]
 
     def rows(self, tag: str = "li") -> list[int]:
-        """Return the train rows in their order on the page."""
         return [int(found["data-row"] or "") for found in self.all(tag) if "data-row" in found]
 
     @property
@@ -132,7 +124,10 @@ class Parsed(HTMLParser):
         return not self._open
 
 
+def in_a_notebook(shown: Any) -> Parsed:
+    return Parsed(shown._repr_html_())
+
+
 def parsed_content(content: Any, what: str = "row 0") -> Parsed:
-    """Return the HTML of the result of a render."""
     template = environment().from_string("{% from 'parts.html' import content %}{{ content(shown) }}")
     return Parsed(template.render(shown=rendered(content, what)))

@@ -1,7 +1,5 @@
 """Content of rows: pixels of the decoded PNG, means over blocks, shades of tokens."""
 
-from __future__ import annotations
-
 import base64
 import io
 

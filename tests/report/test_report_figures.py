@@ -1,7 +1,5 @@
 """Figures against dense arrays: what is counted, correlated and drawn, and the reason where nothing is drawn."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
@@ -95,7 +93,6 @@ def test_a_histogram_of_parts_counts_every_number_in_its_bin(parts, most):
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean over targets."""
     return float(np.mean([*map(reference.spearman, one.T, other.T)]))
 
 

@@ -1,7 +1,5 @@
 """What notebooks show: the summary of scores and the gallery."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -85,7 +83,6 @@ def test_a_verdict_is_a_table_and_readable_text():
     without = in_a_notebook(dataclasses.replace(VERDICT, baselines=()))
     assert not without.all("table")
     assert "LDS 0.500 [" in without.text
-
     verdict = OneRunVerdict(((0.01, lds), (0.5, lds)), 6, 4, 0.99, 0.95, "0")
     page = in_a_notebook(verdict)
     assert page.is_closed

@@ -1,7 +1,5 @@
 """The page: what is on it, that hostile text stays text, and that it asks for nothing from anywhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -101,7 +99,6 @@ def test_a_page_with_every_figure_asks_for_nothing_and_is_the_same_every_time(ou
     scores, image = drawn_scores(verdict=VERDICT, predictions=predictions()), np.zeros((4, 4))
     renders = {**rendering(image), "target_render": lambda target: image}
     one, other = (write_report(scores, place, **renders) for place in (out, out.with_name("b.html")))
-
     page = Parsed(one)
     assert one.read_bytes() == other.read_bytes()
     assert len(page.all("svg", role="img")) == len(page.all("figure")) == 4
@@ -175,6 +172,9 @@ def test_an_interrupted_report_leaves_the_older_page_and_nothing_else(tmp_path):
     assert list(out.parent.iterdir()) == [out]
 
 
+BEYOND = {"features": np.full((3, 6), 3e38), "method": GradDot()}
+
+
 def rendering(content: Any) -> dict[str, Any]:
     return {"train_render": lambda row: content}
 
@@ -188,11 +188,7 @@ def rendering(content: Any) -> dict[str, Any]:
         ({"k": 0}, InvalidInputError, "k must be an integer of at least 1"),
         ({"figures": ["histgram"]}, InvalidInputError, "histogram"),
         ({"out": Path()}, InvalidInputError, r"is a folder. Name a file in it"),
-        (
-            {"scores": {"features": np.full((3, 6), 3e38), "method": GradDot()}},
-            NonFiniteError,
-            "score is NaN",
-        ),
+        ({"scores": BEYOND}, NonFiniteError, "score is NaN"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_by_name(out, arguments, error, message):
@@ -226,7 +222,6 @@ def test_a_row_that_cannot_be_shown_has_the_error_in_its_place(out, caplog, cont
         return content if row in broken else f"this is {row};"
 
     page = page_of(out, scores, k=2, train_render=render)
-
     assert set(page.rows()) > set(broken)
     for row in page.rows():
         assert (f"train row {row} cannot be shown: " if row in broken else f"this is {row};") in page.text
@@ -235,9 +230,7 @@ def test_a_row_that_cannot_be_shown_has_the_error_in_its_place(out, caplog, cont
 
 
 @pytest.mark.parametrize("module", ["jinja2", "PIL", "matplotlib"])
-def test_a_missing_package_is_named_with_the_extra_that_installs_it_before_scores_are_read(
-    out, monkeypatch, module
-):
+def test_a_missing_package_is_named_with_its_extra_before_scores_are_read(out, monkeypatch, module):
     scores, arguments = drawn_scores(), {"figures": ("histogram",) if module == "matplotlib" else ()}
     monkeypatch.setitem(sys.modules, module, None)
     if module == "PIL":  # whether there are images is known when rows are rendered

@@ -1,7 +1,5 @@
 """A run that is made once for all modules, each of which serves a copy of its own."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -36,6 +34,5 @@ def client(ran):
 
 @pytest.fixture(scope="module")
 def plain(ran):
-    """A server without a recipe."""
     with served(pages_in(ran, recipe=False)) as opened:
         yield opened

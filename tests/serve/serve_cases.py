@@ -1,7 +1,5 @@
 """A small run with a recipe for ``serve``, a server in a thread, and requests to it by the standard library."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -57,13 +55,11 @@ def predict(model, sample):
 
 
 def finished_run(folder: Path, recipe: str = RECIPE, **changes: str) -> Path:
-    """Train, featurize and score; return the folder."""
     assert cli.main(["run", write_case(folder, recipe=recipe, **changes)]) == 0
     return folder
 
 
 def pages_in(folder: Path, *, recipe: bool = True, **options: str) -> Pages:
-    """Return the pages of a finished run."""
     record = last_record(str(folder / "run.zarr"))
     given = [*options.items(), *([("recipe", str(folder / "recipe.py"))] if recipe else [])]
     return pages_of(read_config(record, given, runs=False))
@@ -88,7 +84,6 @@ class Client:
         return self.request("GET", f"{path}?{urlencode(params)}" if params else path)
 
     def page(self, path: str, **params: Any) -> Parsed:
-        """Return a page that the server has."""
         answer = self.get(path, **params)
         assert answer.status == 200, answer.text
         page = Parsed(answer.text)
@@ -101,12 +96,9 @@ class Client:
         return self.request("POST", path, body, {"Content-Type": FORM, **headers})
 
     def token(self) -> str:
-        """Return the token of the forms."""
         return str(self.page("/review").all("input", name="token")[0]["value"])
 
-    def request(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> Answer:
+    def request(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Answer:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request(method, path.partition("#")[0], body, headers or {})
             answer = connection.getresponse()
@@ -119,7 +111,6 @@ class Client:
 
 @contextmanager
 def served(pages: Pages, *, patience: float = 30.0) -> Iterator[Client]:
-    """Run a server of the pages in a thread."""
     with listener(0) as listening:
         running = server(application(pages, patience=patience), patience=patience)
         thread = Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -132,6 +123,5 @@ def served(pages: Pages, *, patience: float = 30.0) -> Iterator[Client]:
 
 
 def marks_in(folder: Path) -> dict[str, Any]:
-    """Return the marks of the file, read as plain JSON."""
     path = folder / "run.marks.json"
     return dict(json.loads(path.read_text())["marks"]) if path.exists() else {}

@@ -1,7 +1,5 @@
 """The pages in headless Chromium: what fits, what can be read, keys without a mouse, names for a screen reader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,34 +29,20 @@ def url(client: Client) -> str:
     return client.url
 
 
-def said(page: Page) -> str:
-    """The status, which a screen reader reads aloud."""
-    return str(page.run("document.getElementById('status').textContent"))
+SAID = "document.getElementById('status').textContent"
+"""The status, which a screen reader reads aloud."""
+FOCUSED = "document.activeElement.id || document.activeElement.textContent.trim()"
+FOCUSED_ROW = "document.activeElement.closest('tr').dataset.row"
+REVIEWED = "[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)"
+HEADING = "document.querySelector('h1').textContent"
 
 
 def wait_for(page: Page, text: str) -> None:
-    """Wait until the status says a text."""
-    page.wait(f"document.getElementById('status').textContent.includes({text!r})")
+    page.wait(f"{SAID}.includes({text!r})")
 
 
 def focus(page: Page, name: str) -> None:
     page.run(f"document.getElementById({name!r}).focus()")
-
-
-def focused(page: Page) -> str:
-    return str(page.run("document.activeElement.id || document.activeElement.textContent.trim()"))
-
-
-def focused_row(page: Page) -> str:
-    return str(page.run("document.activeElement.closest('tr').dataset.row"))
-
-
-def reviewed(page: Page) -> list[str]:
-    return list(page.run("[...document.querySelectorAll('tr[data-row]')].map(e => e.dataset.row)"))
-
-
-def heading(page: Page) -> str:
-    return str(page.run("document.querySelector('h1').textContent"))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -126,35 +110,33 @@ def test_tab_reaches_everything_in_order_and_shows_where_it_is(page: Page, url: 
 
 
 @pytest.mark.parametrize("scripts", [True, False])
-def test_a_target_is_chosen_without_a_mouse_and_the_back_button_leads_back(
-    page: Page, url: str, scripts: bool
-) -> None:
+def test_a_target_is_chosen_without_a_mouse_and_the_back_button_leads_back(page: Page, url: str, scripts):
     page.open(f"{url}/?target=1", scripts=scripts)
-    while focused(page) != "target":
+    while page.run(FOCUSED) != "target":
         page.press("Tab")
     page.run("document.getElementById('target').select()")
     page.type("2")
     page.press("Enter")
     if scripts:
         wait_for(page, "for target 2 of held-out")
-        assert focused(page) == "target"  # results are replaced, the focus stays
+        assert page.run(FOCUSED) == "target"  # results are replaced, the focus stays
     else:
         page.loaded()
     assert page.run("document.querySelectorAll('li[data-row]').length") == 10
-    assert heading(page) == "Target 2 of held-out"
+    assert page.run(HEADING) == "Target 2 of held-out"
     address = page.run("location.href")
     assert "target=2" in address
     if scripts:
         page.run("history.back()")
         page.loaded()
-        assert heading(page) == "Target 1 of held-out"
+        assert page.run(HEADING) == "Target 1 of held-out"
 
     page.open(address)  # what the address bar shows leads to the same page
-    assert heading(page) == "Target 2 of held-out"
+    assert page.run(HEADING) == "Target 2 of held-out"
     focus(page, "permalink")
     page.press("Enter")
     page.loaded()
-    assert heading(page) == "Target 2 of held-out"
+    assert page.run(HEADING) == "Target 2 of held-out"
 
 
 def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
@@ -162,25 +144,24 @@ def test_a_text_is_scored_without_a_mouse(page: Page, url: str) -> None:
     focus(page, "text")
     page.type("1 2 3 4 0")
     page.press("Tab")
-    assert focused(page) == "ask"
+    assert page.run(FOCUSED) == "ask"
     page.press("Enter")
     wait_for(page, "for the text")
     assert page.run("document.getElementById('text').value") == "1 2 3 4 0"
     assert "logits" in page.run("document.querySelector('article').innerText")
-
     page.run("document.getElementById('text').value = 'not numbers'")
     focus(page, "ask")
     page.press("Enter")
     page.wait("document.querySelector('h1').textContent.startsWith('400')")
-    assert "made no sample" in said(page)
+    assert "made no sample" in page.run(SAID)
 
 
 def test_letters_in_the_field_of_a_label_are_no_keys_and_enter_flips(page: Page, url: str, ran: Path) -> None:
     page.open(f"{url}/review")
-    row = reviewed(page)[0]
+    row = page.run(REVIEWED)[0]
     focus(page, f"keep-{row}")
     page.press("f")
-    assert focused(page) == f"label-{row}"  # a flip needs a label
+    assert page.run(FOCUSED) == f"label-{row}"  # a flip needs a label
     page.type("kdu")
     assert page.run(f"document.getElementById('label-{row}').value") == "kdu"
     page.press("Enter")  # the first button of the form: a label is for a flip
@@ -201,14 +182,14 @@ def test_keys_go_on_after_a_mark_wherever_the_focus_is_in_the_row(page: Page, co
     with served(pages_in(copy)) as client:
         page.open(f"{client.url}/review?show={show}")
         page.press("n")  # no row has the focus: the first one
-        rows = reviewed(page)
-        assert focused_row(page) == rows[0]
+        rows = page.run(REVIEWED)
+        assert page.run(FOCUSED_ROW) == rows[0]
         page.run("document.querySelector('tr[data-row] .text').focus()")
         for row, following, mark in zip(rows, rows[1:], marks, strict=False):
             page.press(mark[0])
             wait_for(page, f"Row {row}: {mark}.")
             assert page.run("document.activeElement.textContent").startswith("text ")
-            assert focused_row(page) == (row if show == "all" else following)
+            assert page.run(FOCUSED_ROW) == (row if show == "all" else following)
             if show == "all":
                 page.press("n")
                 page.run("document.activeElement.closest('tr').querySelector('.text').focus()")
@@ -219,11 +200,11 @@ def test_keys_go_on_after_a_mark_wherever_the_focus_is_in_the_row(page: Page, co
 
 def test_keys_that_are_faster_than_the_server_lose_no_mark(page: Page, url: str, ran: Path) -> None:
     page.open(f"{url}/review")
-    rows = reviewed(page)
+    rows = page.run(REVIEWED)
     for key in "nkndnk":
         page.press(key)
     wait_for(page, f"Row {rows[2]}: keep.")
-    assert focused_row(page) == rows[2]
+    assert page.run(FOCUSED_ROW) == rows[2]
     pressed = page.run("[...document.querySelectorAll('[aria-pressed=true]')].map(e => e.id)")
     assert pressed == [f"keep-{rows[0]}", f"drop-{rows[1]}", f"keep-{rows[2]}"]
     found = marks_in(ran)

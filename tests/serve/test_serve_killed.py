@@ -1,7 +1,5 @@
 """The command in a process of its own, killed during requests: marks, store and scores survive."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -26,13 +24,18 @@ MOMENTS = ("table_listed:1", "rows_recorded:1", "chunk_published:1")
 def command(folder: Path, failpoint: str = "") -> Iterator[tuple[Client, subprocess.Popen[str]]]:
     """Run ``trak-lite serve`` on a free port; kill it at the end if it still runs."""
     options = ["--recipe", str(folder / "recipe.py"), "--checkpoints", str(folder / "trained")]
-    arguments = ["serve", str(folder / "run.zarr"), "--port", "0", *options]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trak_lite", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TRAK_LITE_FAILPOINT": failpoint},
-    )
+    arguments = [
+        sys.executable,
+        "-m",
+        "trak_lite",
+        "serve",
+        str(folder / "run.zarr"),
+        "--port",
+        "0",
+        *options,
+    ]
+    environment = {**os.environ, "TRAK_LITE_FAILPOINT": failpoint}
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
     with process:
         try:
             line = process.stdout.readline()
@@ -54,7 +57,6 @@ def test_a_kill_during_a_request_loses_nothing(copy, tmp_path):
         client.post("/ask", {"token": client.token(), "text": TEXT})
         expected, stored = results(client, text=TEXT), results(client, target=2)
         assert len(expected) == len(stored) == 10
-
     for row, moment in enumerate(MOMENTS):
         with command(copy, moment) as (client, process):
             form = {"token": client.token()}
@@ -65,12 +67,10 @@ def test_a_kill_during_a_request_loses_nothing(copy, tmp_path):
             assert process.wait(60) == -signal.SIGKILL, moment
         assert check_store(copy / "run.zarr").ok
         assert marks_in(copy) == acknowledged
-
     with command(copy) as (client, process):
         assert results(client, target=2) == stored
         assert client.post("/ask", {"token": client.token(), "text": TEXT}).status == 303
         assert results(client, text=TEXT) == expected
         assert marks_in(copy) == acknowledged
-
         process.send_signal(signal.SIGINT)  # the way to end it
         assert process.wait(60) == 0

@@ -1,7 +1,5 @@
 """The file of marks: old or new at every moment, shared by processes, read back, exported."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """What a reader sees: strongest rows, filters, output of the model, texts, review, permalinks; and how to reach it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re
@@ -29,16 +27,11 @@ def sorted_rows(values: np.ndarray, rows: np.ndarray = EVERY) -> list[int]:
     return rows[np.argsort(-values[rows], kind="stable")].tolist()
 
 
-@pytest.mark.parametrize(
-    ("server", "label", "source"),
-    [("client", "1", HOSTILE), ("plain", "0", "=1+1")],
-    ids=["recipe", "stored"],
-)
-def test_a_target_shows_its_strongest_rows_of_those_that_pass_the_filters(
-    request, scores, ran, server, label, source
-):
+@pytest.mark.parametrize("server", ["client", "plain"])
+def test_a_target_shows_its_strongest_rows_of_those_that_pass_the_filters(request, scores, ran, server):
     """Against a plain sort. Without a recipe, the columns are those of the store."""
     asked = request.getfixturevalue(server)
+    label, source = ("1", HOSTILE) if server == "client" else ("0", "=1+1")
     labels = functions(ran)["train_data"]().tensors[1].numpy()
     passing = np.flatnonzero((labels == int(label)) & ((EVERY % 4 == 0) == (source == HOSTILE)))
     filters = {"where-label": label, "where-source": source}
@@ -54,13 +47,11 @@ def test_a_target_shows_its_strongest_rows_of_those_that_pass_the_filters(
     assert asked.get("/", target=2, **{"where-colour": "1"}).status == 404
 
 
+TWO = {"where-label": "1", "where-source": "x" * 5000}
 NO_MATCH = [
     ({"where-label": "7"}, ["No row has label '7'. Values of label: 0, 1."]),
     ({"where-source": "=1+2"}, ["No row has source '=1+2'. Values of source: =1+1, "]),
-    (
-        {"where-label": "1", "where-source": "x" * 5000},
-        ["rows have label '1'. No row has source", "(5,000 characters in all)"],
-    ),
+    (TWO, ["rows have label '1'. No row has source", "(5,000 characters in all)"]),
 ]
 
 
@@ -116,10 +107,8 @@ def test_a_text_is_scored_by_a_form_only_and_then_has_a_permalink(client, ran):
     assert dict(parse_qsl(urlsplit(moved.headers["location"]).query)) == {"text": text, "k": "4"}
     page, same = client.page(moved.headers["location"]), client.page("/", target=4, k=4)
     assert page.rows() == same.rows()
-    shown, expected = (
-        [float(value) for value in re.findall(r"[-+]\d[\d.e+-]*(?= label)", found.text)]
-        for found in (page, same)
-    )
+    texts = [re.findall(r"[-+]\d[\d.e+-]*(?= label)", found.text) for found in (page, same)]
+    shown, expected = ([*map(float, values)] for values in texts)
     assert len(shown) == 8
     assert shown == pytest.approx(expected, rel=2e-2)
     assert len(list(ran.glob("run.zarr/targets/asked-*"))) == 1
@@ -148,15 +137,8 @@ def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client, ran, 
 
     first, second, third = order[:3]
     for row, mark, label in ((first, "flip", "=2+2"), (second, "drop", "x"), (third, "keep", "")):
-        fields = {
-            "token": client.token(),
-            "row": row,
-            "mark": mark,
-            "label": label,
-            "show": "all",
-            "set": "held-out",
-        }
-        moved = client.post("/mark", fields)
+        fields = {"row": row, "mark": mark, "label": label, "show": "all", "set": "held-out"}
+        moved = client.post("/mark", {"token": client.token(), **fields})
         assert moved.status == 303
         expected = f"/review?set=held-out&show=all&done={row}#row-{row}"
         assert sorted(re.split("[?&]", moved.headers["location"])) == sorted(re.split("[?&]", expected))

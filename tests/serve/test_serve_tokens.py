@@ -1,7 +1,5 @@
 """Colours of tokens, against one backward pass per token; what is prepared at the start; texts that are kept."""
 
-from __future__ import annotations
-
 import heapq
 import re
 import shutil
@@ -139,7 +137,6 @@ def test_colours_of_tokens_are_their_products_with_the_target(client, ran, targe
         of_target = token_gradients(model, ids, labels).sum(0)
         for row, index in enumerate(INDICES):
             expected[row] += token_gradients(model, *train[index]) @ of_target / 2
-
     params = {"text": ONE} if target == "text" else {"set": "held-out", "target": "2"}
     link = re.search('<a id="colour" href="([^"]+)"', client.get("/", **params, k=6).text)[1]
     answer = client.get(link.replace("&amp;", "&"))
@@ -163,8 +160,6 @@ def shown(page: str) -> list[str]:
 
 
 class Calls(TorchFunctionMode):
-    """Counts the functions of torch that are called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.made: Counter[str] = Counter()
@@ -190,11 +185,8 @@ def test_preparation_makes_what_pages_need_and_changes_none(request, tmp_path, m
             pages.ask(text)
             shown_pages = [pages.start(text)]
         made[name] = calls.made
-        shown_pages += [
-            pages.start({"target": "1", **tokens}),
-            pages.start({**text, **tokens}),
-            pages.review({}),
-        ]
+        shown_pages += [pages.start({**one, **tokens}) for one in ({"target": "1"}, text)]
+        shown_pages.append(pages.review({}))
         found[name] = [shown(page) for page in shown_pages]
     assert found["warm"] == found["cold"]
     assert 0 < made["warm"]["linear"] < made["cold"]["linear"]  # passes through the model

@@ -1,14 +1,16 @@
 """The process that forks victims, shared by the tests of this folder."""
 
 import functools
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forking import Forks
-from store_cases import values, writing
+from store_cases import make, path_of, values, writing
 
 from trak_lite.store import ZarrFeatureStore
 
@@ -19,7 +21,6 @@ class Victims(Forks):
     """Starts actions of ``store_victims`` in processes of their own."""
 
     def run(self, action, *arguments):
-        """Run to the end and return the answer."""
         status, answer = self.wait(self.start(action, *arguments))
         assert status == 0
         return answer
@@ -56,11 +57,6 @@ def once(tmp_path_factory):
     return lambda write, path: shutil.copytree(made(write), path)
 
 
-def write_full(path):
-    with writing(path) as table:
-        table.put(0, values(range(11)))
-
-
 def write_mixed(path):
     with writing(path) as table:
         for start, count in ((0, 8), (8, 1), (9, 1)):
@@ -71,11 +67,29 @@ def write_mixed(path):
 
 @pytest.fixture
 def full(path, once):
-    """A finished table of eleven rows."""
-    return once(write_full, path)
+    return once(lambda path: make(path, range(11)), path)
 
 
 @pytest.fixture
 def mixed(path, once):
     """Chunks 0 and 1 committed; of chunk 2 the rows 8 and 9 are staged in two puts, row 10 is pending."""
     return once(write_mixed, path)
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every sync and rename, in the order in which they end; a sync takes longer than a rename."""
+    seen, rename = [], os.rename
+
+    def record_sync(fd):
+        name = path_of(fd)
+        time.sleep(0.005)
+        seen.append(("sync", name))
+
+    def record_rename(source, target, *, src_dir_fd, dst_dir_fd):
+        seen.append(("rename", f"{path_of(src_dir_fd)}/{source}", f"{path_of(dst_dir_fd)}/{target}"))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    return seen

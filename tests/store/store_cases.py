@@ -16,6 +16,7 @@ from dataclasses import replace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from trak_lite.errors import StoreError
 from trak_lite.store import (
@@ -39,18 +40,19 @@ __all__ = ["crc32c", "entry_name", "failpoints"]
 
 MANIFEST = Manifest({"seed": 0, "projector": {"kind": "rademacher"}})
 NAME = "targets/test/ckpt-0"
-SPEC = TableSpec(
-    num_rows=11,
-    columns=(Column("features", 3, "float16"), Column("q", None, "float32"), Column("w", None, "float32")),
-    chunk_rows=4,
-    fingerprint={"checkpoint": "abc"},
-)
-PACKED = TableSpec(11, (Column("features", 5, "int4"), Column("q", None, "float32")), 4)
-LONG = TableSpec(64, (Column("features", 8, "float16"), Column("q", None, "float32")), 8)
+Q, W = (Column(name, None, "float32") for name in "qw")
+SPEC = TableSpec(11, (Column("features", 3, "float16"), Q, W), 4, {"checkpoint": "abc"})
+PACKED = TableSpec(11, (Column("features", 5, "int4"), Q), 4)
+LONG = TableSpec(64, (Column("features", 8, "float16"), Q), 8)
+
+
+def raises(error, match, use, *given, **named):
+    """A call is refused, in these words."""
+    with pytest.raises(error, match=match):
+        use(*given, **named)
 
 
 def sized(num_rows, spec=SPEC):
-    """The same table with another number of rows."""
     return replace(spec, num_rows=num_rows)
 
 
@@ -79,6 +81,18 @@ def writing(path, spec=SPEC):
         yield table
 
 
+def make(path, rows=(), spec=SPEC):
+    """A table that is closed, with these rows of one put."""
+    with writing(path, spec) as table:
+        if len(rows):
+            table.put(rows, values(rows, spec))
+
+
+def grow(path, num_rows):
+    with ZarrFeatureStore.open(path, "r+") as store:
+        store.grow_table(NAME, num_rows)
+
+
 @contextlib.contextmanager
 def reading(path):
     with ZarrFeatureStore.open(path, "r") as store:
@@ -87,10 +101,10 @@ def reading(path):
 
 def remote_place(folder, staging="staging", objects="objects"):
     """A folder that obstore takes for a bucket; another staging is another machine."""
-    from obstore.store import LocalStore
-
+    obstore = pytest.importorskip("obstore.store", reason="obstore is not installed (extra 'remote')")
     beside = f"{folder}-{staging}" if objects == "." else f"{folder}/{staging}"
-    return RemotePlace(LocalStore(os.path.normpath(f"{folder}/{objects}"), mkdir=True), staging=beside)
+    held = obstore.LocalStore(os.path.normpath(f"{folder}/{objects}"), mkdir=True)
+    return RemotePlace(held, staging=beside)
 
 
 @contextlib.contextmanager
@@ -110,14 +124,12 @@ def put_pending(table, batch=2, acknowledge=list):
 
 
 def check_rows(table, expected=values):
-    """Every row is there and right."""
     assert table.complete
     for name, array in expected(range(table.spec.num_rows), table.spec).items():
         np.testing.assert_array_equal(table.read(name), array)
 
 
 def check_committed(table):
-    """What is committed is right."""
     for chunk in table.committed_chunks():
         for name, expected in values(range(*table.chunk_range(chunk)), table.spec).items():
             np.testing.assert_array_equal(table.read_chunk(chunk, name), expected)
@@ -132,17 +144,9 @@ def check_all(path, spec=SPEC):
 
 
 def finish(path, spec=SPEC, batch=16):
-    """Resume: put what is pending, and check every row."""
     with writing(path, spec) as table:
         put_pending(table, batch)
     check_all(path, spec)
-
-
-def acknowledged(path):
-    """The rows whose ``put`` has returned, as a victim noted them; a line cut off by a kill was no acknowledgement."""
-    if not os.path.exists(path):
-        return []
-    return [int(line) for line in content(path).rpartition(b"\n")[0].split()]
 
 
 def done_rows(path):
@@ -151,6 +155,10 @@ def done_rows(path):
 
 
 # Files.
+
+
+def path_of(fd):
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def folder(path, *parts):
@@ -181,17 +189,13 @@ def snapshot(path):
 
 
 def log_mark(chunk):
-    """What each frame of the row log of a chunk begins with."""
     return hashlib.sha256(f"{table_identity(NAME, MANIFEST.digest(), SPEC)}/{chunk}".encode()).digest()[:8]
 
 
 def frame(mark, runs, rows):
     """The frame of a row log for these rows, under checksums that are right."""
-    head = (
-        mark
-        + struct.pack("<II", len(runs), crc32c(rows))
-        + b"".join(struct.pack("<II", *run) for run in runs)
-    )
+    head = mark + struct.pack("<II", len(runs), crc32c(rows))
+    head += b"".join(struct.pack("<II", *run) for run in runs)
     return head + struct.pack("<I", crc32c(head)) + rows
 
 
@@ -208,7 +212,6 @@ def frames(path, chunk):
 
 
 def row_byte(path, chunk, array, put=0, row=0, spec=SPEC):
-    """Where the bytes of a row begin in a row log."""
     _, place, count = frames(path, chunk)[put]
     for each in spec.arrays:
         if each.name == array:
@@ -232,7 +235,6 @@ def content(path):
 
 
 def edit_document(path, change):
-    """Change a ``zarr.json``, under a checksum that is right."""
     document = json.loads(content(path))
     change(document)
     record = document["attributes"].get("trak_lite", {})
@@ -244,15 +246,14 @@ def edit_document(path, change):
 def edit(path, change):
     """Change what trak_lite records in a ``zarr.json``, under a checksum that is right."""
 
-    def seal(document):
-        change(document["attributes"]["trak_lite"])
-        document["attributes"]["trak_lite"] = sealed(document["attributes"]["trak_lite"])
+    def changed(document):
+        change(record := document["attributes"]["trak_lite"])
+        record["checksum"] = "to be made"
 
-    edit_document(path, seal)
+    edit_document(path, changed)
 
 
 def flipped(data, byte, bit):
-    """The bytes with one bit turned over."""
     changed = bytearray(data)
     changed[byte] ^= 1 << bit
     return bytes(changed)
@@ -332,9 +333,8 @@ def edited(whole, pick):
     document, places = json.loads(whole), []
 
     def visit(value):
-        for key in (
-            [*value] if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-        ):
+        keys = {dict: list, list: lambda one: range(len(one))}.get(type(value), lambda _: ())
+        for key in keys(value):
             places.append((value, key))
             visit(value[key])
 
@@ -369,10 +369,8 @@ def craft(path, pick):
     elif name.endswith(".rows"):
         changed = whole.ljust(64, b"\0")[:64]
         for _ in range(5):
-            runs = [
-                tuple(pick.choice([0, 1, 2**31, 2**32 - 1]) for _ in range(2))
-                for _ in range(pick.randrange(4))
-            ]
+            ends = (0, 1, 2**31, 2**32 - 1)
+            runs = [(pick.choice(ends), pick.choice(ends)) for _ in range(pick.randrange(4))]
             mark, size = log_mark(int(os.path.basename(name).partition(".")[0])), pick.choice([0, 14, 28])
             if sum(count for _, count in runs) * SPEC.row_bytes == size:
                 runs.append((2**31, 1))  # otherwise a forged row, which no checksum tells from a true one
@@ -390,20 +388,24 @@ def craft(path, pick):
     overwrite(name, changed)
 
 
-def lie(path, pick):
-    """Say another size in the table and in its arrays, so that they agree."""
-    axis = pick.randrange(2)
-    size = pick.choice([1, 2, 2**20, 2**26, 2**27, 2**31, 2**32, 2**40, 10**18, 10**30])
+def say_sizes(path, **sizes):
+    """Say another ``num_rows`` or ``chunk_rows`` in the table and in its arrays, so that they agree."""
 
     def change(document):
         if "shape" in document:
             grid = document["chunk_grid"]["configuration"]["chunk_shape"]
-            (document["shape"], grid)[axis][0] = size
+            for shape, name in ((document["shape"], "num_rows"), (grid, "chunk_rows")):
+                shape[0] = sizes.get(name, shape[0])
         else:
-            document["attributes"]["trak_lite"][("num_rows", "chunk_rows")[axis]] = size
+            document["attributes"]["trak_lite"].update(sizes)
 
     for where in ("", "features", "q", "w"):
         edit_document(folder(path, where, "zarr.json"), change)
+
+
+def lie(path, pick):
+    size = pick.choice([1, 2, 2**20, 2**26, 2**27, 2**31, 2**32, 2**40, 10**18, 10**30])
+    say_sizes(path, **{pick.choice(["num_rows", "chunk_rows"]): size})
 
 
 def no_file(path, pick):
@@ -433,7 +435,7 @@ def exchange_some(path, pick):
 
 WAYS = {
     "one byte or all": lambda path, pick: do_harm(
-        drawn(path, pick), pick.choice(HARMS), pick.randrange(2**16)
+        drawn(path, pick), pick.choice(HARMS), pick.getrandbits(16)
     ),
     "other bytes": other_bytes,
     "craft": craft,
@@ -463,6 +465,20 @@ def failing_call(name, count, *errors):
 
     with mock.patch.object(os, name, fail):
         yield left
+
+
+@contextlib.contextmanager
+def failing_for(name, which, error):
+    """Make those calls of a function in ``os`` fail whose first argument is as ``which`` says."""
+    real = getattr(os, name)
+
+    def call(first, *more, **named):
+        if which(first):
+            raise error
+        return real(first, *more, **named)
+
+    with mock.patch.object(os, name, call):
+        yield
 
 
 @contextlib.contextmanager
@@ -501,7 +517,6 @@ def dying(failpoint, last_look):
 
 
 def allow_reading_alone(monkeypatch):
-    """Let every call fail that writes to a disk or takes a lock."""
     real = os.open
 
     def only_reading(name, flags, *mode, **keywords):
@@ -580,15 +595,8 @@ class Bucket(AbstractObjects):
 
 
 class Folder:
-    """A store in a local folder."""
-
-    steps = (
-        *failpoints.FAILPOINTS,
-        *failpoints.LIST_FAILPOINTS,
-        *failpoints.GROWTH_FAILPOINTS,
-        *failpoints.DROP_FAILPOINTS,
-        *failpoints.ENTRY_FAILPOINTS,
-    )
+    steps = (*failpoints.FAILPOINTS, *failpoints.LIST_FAILPOINTS, *failpoints.GROWTH_FAILPOINTS)
+    steps += (*failpoints.DROP_FAILPOINTS, *failpoints.ENTRY_FAILPOINTS)
     grows = repairs = True
     ways = tuple(WAYS)
     bucket = None

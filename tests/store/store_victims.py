@@ -17,33 +17,24 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-from store_cases import LONG, MANIFEST, NAME, PACKED, SPEC, failing_call, open_for_writing, values
+import store_cases
+from store_cases import LONG, MANIFEST, NAME, SPEC, failing_call, open_for_writing, put_pending, values
 
-from trak_lite.errors import (
-    BusyError,
-    IncompleteStoreError,
-    ManifestMismatchError,
-    StoreError,
-    StoreFullError,
-)
+from trak_lite import errors
 from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
 
-SPECS = {"plain": SPEC, "packed": PACKED, "long": LONG}
+SPECS = {"plain": SPEC, "packed": store_cases.PACKED, "long": LONG}
 
 
-def put_all(table, spec, done, batch, pause=0):
+def write(path, done, batch, spec="plain", pause=0):
     """Put all pending rows; note each batch after ``put`` has returned."""
-    pending = table.pending()
-    for start in range(0, len(pending), batch):
-        rows = pending[start : start + batch]
-        table.put(rows, values(rows, spec))
+
+    def note(rows):
         with open(done, "a") as file:
             file.write("".join(f"{row}\n" for row in rows))
         time.sleep(pause)
 
-
-def write(path, done, batch, spec="plain", pause=0):
-    put_all(open_for_writing(path, SPECS[spec])[1], SPECS[spec], done, batch, pause)
+    put_pending(open_for_writing(path, SPECS[spec])[1], batch, note)
 
 
 def die_before_a_child(path, row):
@@ -65,7 +56,7 @@ def write_beside_a_child(path):
     if child == 0:
         try:
             table.put(1, values([1]))
-        except BusyError:
+        except errors.BusyError:
             table.put(4, values(range(4, 11)))
         os._exit(0)
     os.waitpid(child, 0)
@@ -81,9 +72,9 @@ def create(path, seed, jump=0):
     for _ in range(20):
         try:
             create_store(path, Manifest({"seed": seed})).create_table(NAME, SPEC)
-        except ManifestMismatchError as error:
+        except errors.ManifestMismatchError as error:
             return type(error).__name__
-        except StoreError:
+        except errors.StoreError:
             if not jump:
                 raise
         else:
@@ -105,9 +96,9 @@ def look_as_nobody(path):
         try:
             with open_store(path) as store:
                 use(store)
-        except IncompleteStoreError:
+        except errors.IncompleteStoreError:
             pass  # pending rows are no damage
-        except StoreError as error:
+        except errors.StoreError as error:
             messages.append(str(error))
 
     read(lambda store: store.table_names())
@@ -118,17 +109,16 @@ def look_as_nobody(path):
     for write in (lambda: open_store(path, "r+"), lambda: create_store(path, MANIFEST)):
         try:
             write()
-        except StoreError as error:
+        except errors.StoreError as error:
             refused.append(type(error).__name__)
     return rows, refused, messages
 
 
 def put_row(path, row):
-    """Put one row and say how it went."""
     _, table = open_for_writing(path)
     try:
         table.put(row, values([row]))
-    except BusyError as error:
+    except errors.BusyError as error:
         return str(error)
     return "put"
 
@@ -145,13 +135,12 @@ def share(path, batch):
                         rows = pending[start : start + batch]
                         table.put(rows, values(rows, LONG))
                         put += rows.tolist()
-            except BusyError:
+            except errors.BusyError:
                 continue
     return put
 
 
 def hold(path, chunk, rows):
-    """Claim a chunk, put some of its rows, and sit there until killed."""
     _, table = open_for_writing(path, LONG)
     with table.claim(chunk) as pending:
         table.put(pending[:rows], values(pending[:rows], LONG))
@@ -166,7 +155,7 @@ def show_a_failed_commit(path):
     try:
         with failing_call("fsync", 1, OSError(errno.ENOSPC, "No space left on device")):
             table.put(4, values(range(4, 8), spec))
-    except StoreFullError as error:
+    except errors.StoreFullError as error:
         "".join(traceback.TracebackException.from_exception(error, capture_locals=True).format())
     return table.pending().tolist()
 

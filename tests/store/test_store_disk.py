@@ -8,46 +8,28 @@ import os
 import tempfile
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import store_cases as cases
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, folder, open_for_writing, snapshot, staged, values, writing
+from store_cases import MANIFEST, NAME, SPEC, folder, raises, snapshot, staged, values, writing
 
-from trak_lite.errors import (
-    CorruptStoreError,
-    InvalidInputError,
-    ManifestMismatchError,
-    MissingStoreError,
-    ReadOnlyStoreError,
-    StateError,
-    StoreError,
-    StoreFullError,
-)
+from trak_lite import errors
+from trak_lite.errors import ManifestMismatchError, ReadOnlyStoreError, StateError, StoreError, StoreFullError
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 
 zarr = Late("zarr")
 
 COLUMNS = ("features", "q", "w")
-
-
-def path_of(fd):
-    return os.readlink(f"/proc/self/fd/{fd}")
+CTRL_C, STOPPED, BROKEN = KeyboardInterrupt(), SystemExit(143), OSError(errno.EIO, "broken")
 
 
 # Faults.
 
 
-@pytest.mark.parametrize(
-    "errors",
-    [
-        (OSError(errno.EIO, "broken"),),
-        (KeyboardInterrupt(),),
-        (SystemExit(143),),
-        (KeyboardInterrupt(), SystemExit(143)),
-    ],
-)
+@pytest.mark.parametrize("errors", [(BROKEN,), (CTRL_C,), (STOPPED,), (CTRL_C, STOPPED)])
 @pytest.mark.parametrize("call", ["open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink"])
 def test_any_call_may_fail(tmp_path, call, errors):
     """Whichever call it is: rows already put stay done, the rest can be put at once by the same process.
@@ -56,7 +38,7 @@ def test_any_call_may_fail(tmp_path, call, errors):
     """
     for count in itertools.count(1, 3 if call == "open" else 1):  # of some seventy, every third
         path = str(tmp_path / f"{count}.zarr")
-        store, table = open_for_writing(path)
+        store, table = cases.open_for_writing(path)
         table.put(0, values(range(3)))
         refused = None
         with cases.failing_call(call, count, *errors) as left:
@@ -72,8 +54,7 @@ def test_any_call_may_fail(tmp_path, call, errors):
             for seen in (table, reader):
                 assert set(np.flatnonzero(seen.done()).tolist()) == done
                 assert {row for chunk in range(3) for row in seen.read_done(chunk)[0].tolist()} == done
-        if len(pending := table.pending()):
-            table.put(pending, values(pending))
+        cases.put_pending(table, 11)
         store.close()
         cases.finish(path)
         if len(left) == len(errors):  # there is no such call any more
@@ -92,11 +73,9 @@ def test_any_call_may_fail(tmp_path, call, errors):
     ],
 )
 def test_an_error_of_the_system_gets_a_name_and_keeps_its_cause(path, code, error):
-    _, table = open_for_writing(path)
-    with (
-        cases.failing_call("pwrite", 1, OSError(code, os.strerror(code))),
-        pytest.raises(StoreError) as caught,
-    ):
+    _, table = cases.open_for_writing(path)
+    failure = OSError(code, os.strerror(code))
+    with cases.failing_call("pwrite", 1, failure), pytest.raises(StoreError) as caught:
         table.put(0, values([0]))
     assert type(caught.value) is error
     assert f"Writing rows to {path}/{NAME} failed: {os.strerror(code)}." in str(caught.value)
@@ -112,11 +91,9 @@ def test_a_full_disk_refuses_the_whole_batch_and_frees_what_it_took(path, rows, 
         table.put(1, values([1]))
         before = os.path.getsize(cases.row_log(path, 0))
         last = len(range(0, rows[-1] + 1, SPEC.chunk_rows))
-        with (
-            cases.failing_call("posix_fallocate", last, OSError(errno.ENOSPC, "No space left on device")),
-            pytest.raises(StoreFullError, match=r"No space left on device.*stay pending.*Free some space"),
-        ):
-            table.put([row for row in rows if row != 1], values([row for row in rows if row != 1]))
+        given, said = sorted({*rows} - {1}), r"No space left on device.*stay pending.*Free some space"
+        with cases.failing_call("posix_fallocate", last, OSError(errno.ENOSPC, "No space left on device")):
+            raises(StoreFullError, said, table.put, given, values(given))
         assert os.listdir(folder(path, "features", ".stage")) == ["0.rows"]
         assert os.path.getsize(cases.row_log(path, 0)) == before
         assert table.done().nonzero()[0].tolist() == [1]
@@ -132,16 +109,10 @@ def test_the_error_of_a_failed_commit_can_be_shown(path, victims):
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, None])
 def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
     """Behind rows that are there already."""
-    with writing(path) as table:
-        table.put(1, values([1]))
-
-    def unsupported(fd, offset, size):
-        raise OSError(code, "unsupported")
-
+    cases.make(path, [1])
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(code, "unsupported")))
     if code is None:
         monkeypatch.delattr(os, "posix_fallocate")
-    else:
-        monkeypatch.setattr(os, "posix_fallocate", unsupported)
     with writing(path) as table:
         table.put(0, values([0]))
         assert table.pending().tolist() == list(range(2, 11))
@@ -150,11 +121,11 @@ def test_without_fallocate_files_are_filled_with_zeros(path, monkeypatch, code):
 
 def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
     """Their descriptors are closed afterwards."""
-    _, table = open_for_writing(path)
+    _, table = cases.open_for_writing(path)
     join, synced, interrupts = threading.Thread.join, [], [KeyboardInterrupt()]
 
     def slow(fd):
-        name = path_of(fd)
+        name = cases.path_of(fd)
         time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
         synced.append(name)
 
@@ -165,34 +136,28 @@ def test_an_interrupt_waits_for_the_syncs_of_all_files(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", slow)
     monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        table.put(0, values(range(4)))
+    raises(KeyboardInterrupt, None, table.put, 0, values(range(4)))
     assert sorted(synced) == [staged(path, 0, name) for name in COLUMNS]
 
 
 @pytest.mark.parametrize("broken", [["features"], ["q"], COLUMNS])
 def test_files_whose_sync_failed_are_written_again(path, monkeypatch, broken):
     """Otherwise a second sync succeeds without writing anything."""
-    _, table = open_for_writing(path)
+    _, table = cases.open_for_writing(path)
     written, real = {}, os.pwrite
-
-    def failing(fd):
-        if path_of(fd) in [staged(path, 0, column) for column in broken]:
-            raise OSError(errno.EIO, "broken")
+    files = [staged(path, 0, column) for column in broken]
 
     def record(fd, data, at):
-        written.setdefault(path_of(fd), []).append((at, bytes(data)))
+        written.setdefault(cases.path_of(fd), []).append((at, bytes(data)))
         return real(fd, data, at)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", failing)
-        with pytest.raises(StoreError, match="broken"):
-            table.put(0, values(range(4)))
+    with cases.failing_for("fsync", lambda fd: cases.path_of(fd) in files, BROKEN):
+        raises(StoreError, "broken", table.put, 0, values(range(4)))
     assert table.pending().tolist() == list(range(11))
     monkeypatch.setattr(os, "pwrite", record)
     table.put(0, values(range(4)))
-    for name in broken:
-        assert written[staged(path, 0, name)] == [(0, values(range(4))[name].tobytes())]
+    for name, file in zip(broken, files, strict=True):
+        assert written[file] == [(0, values(range(4))[name].tobytes())]
 
 
 def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
@@ -203,7 +168,7 @@ def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
 
     with monkeypatch.context() as patched, writing(path) as table:
         patched.setattr(threading.Thread, "start", none_left)
-        patched.setattr(os, "fsync", lambda fd: synced.append(path_of(fd)))
+        patched.setattr(os, "fsync", lambda fd: synced.append(cases.path_of(fd)))
         table.put(0, values(range(4)))
     assert [staged(path, 0, name) for name in COLUMNS] == synced[:3]
     cases.finish(path)
@@ -213,32 +178,21 @@ def test_a_chunk_is_synced_without_a_further_thread(path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatch):
-    with writing(path):
-        pass
+    cases.make(path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for use in (lambda: ZarrFeatureStore.open(path, "r+"), lambda: ZarrFeatureStore.create(path, MANIFEST)):
-        with pytest.raises(ReadOnlyStoreError, match=r"cannot be written.*mode='r'"):
-            use()
+        raises(ReadOnlyStoreError, r"cannot be written.*mode='r'", use)
     assert ZarrFeatureStore.open(path).table_names() == [NAME]
 
 
-@pytest.mark.parametrize(
-    ("denied", "asked"), [(os.R_OK, "to read"), (os.X_OK, "to read"), (None, "mode='r'")]
-)
-def test_a_file_that_may_not_be_read_asks_for_the_right_to_read_it(path, monkeypatch, denied, asked):
+@pytest.mark.parametrize(("denied", "said"), [(os.R_OK, "to read"), (os.X_OK, "to read"), (None, "mode='r'")])
+def test_a_file_that_may_not_be_read_asks_for_the_right_to_read_it(path, monkeypatch, denied, said):
     """Not for a folder that can be written, nor for mode='r'; one that may be read, for the right to write."""
-    with writing(path):
-        pass
-    real = os.open
-
-    def refused(name, flags, *mode, **keywords):
-        if name == "zarr.json":
-            raise PermissionError(13, "Permission denied", f"{path}/zarr.json")
-        return real(name, flags, *mode, **keywords)
-
-    monkeypatch.setattr(os, "open", refused)
+    cases.make(path)
     monkeypatch.setattr(os, "access", lambda name, mode: mode != denied)
-    with pytest.raises(StoreError, match=rf"Permission denied.*{asked}") as caught:
+    error = PermissionError(13, "Permission denied", f"{path}/zarr.json")
+    refused = cases.failing_for("open", lambda name: name == "zarr.json", error)
+    with refused, pytest.raises(StoreError, match=rf"Permission denied.*{said}") as caught:
         ZarrFeatureStore.open(path)
     assert isinstance(caught.value, ReadOnlyStoreError) == (denied is None)
 
@@ -248,8 +202,7 @@ def test_a_user_who_may_only_read_reads_and_is_told_which_file_he_may_not_read(v
     """Of a store with a committed chunk and a staged one; writing is refused, and not a byte changes."""
     with tempfile.TemporaryDirectory() as root:  # where anybody may look, as not in pytest's folder
         path, rows = os.path.join(root, "run.zarr"), values(range(6))["q"].tolist()
-        with writing(path) as table:
-            table.put(0, values(range(6)))
+        cases.make(path, range(6))
         for place in (root, *snapshot(root)):
             os.chmod(place, 0o755)
         before = snapshot(path)
@@ -266,8 +219,7 @@ def test_a_user_who_may_only_read_reads_and_is_told_which_file_he_may_not_read(v
 
 def test_a_reader_and_a_check_write_nothing_and_take_no_lock(path, monkeypatch):
     """On a store with a committed chunk and a staged one, and damage."""
-    with writing(path) as table:
-        table.put(0, values(range(6)))
+    cases.make(path, range(6))
     before = snapshot(path)
     cases.allow_reading_alone(monkeypatch)
     with ZarrFeatureStore.open(path) as store:
@@ -289,20 +241,17 @@ def test_a_reader_and_a_check_write_nothing_and_take_no_lock(path, monkeypatch):
 
 @pytest.mark.quick
 def test_a_refused_put_writes_not_one_byte(path):
-    store, table = open_for_writing(path)
+    store, table = cases.open_for_writing(path)
     table.put(4, values(range(4, 8)))
     table.put(8, values([8]))
     before, four = snapshot(path), values(range(4))
     wide = {**four, "features": four["features"].astype("f8") + 1e5}
     for rows in ([0, 1, 2, 12], [0, 0], -1, 9):
         for given in (four, {"features": four["features"]}, wide):
-            with pytest.raises(ValueError, match=r"."):
-                table.put(rows, given)
-    with pytest.raises(ValueError, match="float32"):
-        table.put(0, wide)
+            raises(ValueError, r".", table.put, rows, given)
+    raises(ValueError, "float32", table.put, 0, wide)
     for rows in (range(6, 10), range(4, 8)):
-        with pytest.raises(StateError, match=r"rows 4 to 7 \(chunk 1\).* are done already"):
-            table.put(rows, values(rows))
+        raises(StateError, r"rows 4 to 7 \(chunk 1\).* are done already", table.put, rows, values(rows))
     assert snapshot(path) == before
     store.close()
 
@@ -375,11 +324,9 @@ def test_a_creation_begins_anew_if_its_folder_is_swept_before_it_is_locked(tmp_p
 def test_whoever_is_second_opens_what_the_first_made(tmp_path, step):
     """The other one is faster after the first look, or after all is built and the name is taken."""
     path = str(tmp_path / "run.zarr")
-    with (
-        cases.first_call(os, step, lambda *a, **k: ZarrFeatureStore.create(path, MANIFEST)),
-        pytest.raises(ManifestMismatchError, match="seed is 0 there, 7 here"),
-    ):
-        ZarrFeatureStore.create(path, Manifest({**MANIFEST.fingerprint, "seed": 7}))
+    with cases.first_call(os, step, lambda *a, **k: ZarrFeatureStore.create(path, MANIFEST)):
+        mine = Manifest({**MANIFEST.fingerprint, "seed": 7})
+        raises(ManifestMismatchError, "seed is 0 there, 7 here", ZarrFeatureStore.create, path, mine)
     assert os.listdir(tmp_path) == ["run.zarr"]
 
 
@@ -392,27 +339,19 @@ def test_a_folder_with_other_files_is_not_touched(tmp_path):
         (tmp_path / "other.zarr" / "ckpt-0" / "notes").write_text("x")
         before = snapshot(tmp_path)
         for name in ("run.zarr", "file"):
-            with pytest.raises(CorruptStoreError, match="exists and is not a store"):
+            with pytest.raises(errors.CorruptStoreError, match="exists and is not a store"):
                 ZarrFeatureStore.create(tmp_path / name, MANIFEST)
-        with pytest.raises(StoreError, match="no table 'ckpt-0'"):
-            store.create_table("ckpt-0", SPEC)
+        raises(StoreError, "no table 'ckpt-0'", store.create_table, "ckpt-0", SPEC)
     assert {name: found for name, found in snapshot(tmp_path).items() if "/." not in name} == {
         name: found for name, found in before.items() if "/." not in name
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "with space.zarr",
-        "Zürich & 東京.zarr",
-        'it\'s "quoted".zarr',
-        "a#b?c%20d.zarr",
-        "x::y",
-        "a/b/c.zarr",
-        "plain",
-    ],
-)
+ANY = ["plain", "with space.zarr", "Zürich & 東京.zarr", 'it\'s "quoted".zarr', "a#b?c%20d.zarr"]
+ANY += ["x::y", "a/b/c.zarr"]
+
+
+@pytest.mark.parametrize("name", ANY)
 def test_any_path_will_do(tmp_path, monkeypatch, name):
     """A relative one outlives a change of folder."""
     monkeypatch.chdir(tmp_path)
@@ -441,87 +380,54 @@ def test_another_maker_is_worth_a_warning(path, caplog):
     assert "2.10" in caplog.text
 
 
+def made(path):
+    return cases.open_for_writing(path)[0]
+
+
+NONE, WRONG = errors.MissingStoreError, errors.InvalidInputError
+LARGE = [TableSpec((1 << 32) + 1, SPEC.columns, 4), TableSpec(4, SPEC.columns, (1 << 26) + 1)]
+LARGE += [TableSpec(4, (Column("f", 1 << 45, "float32"),), 4)]
+LONG_NAME = "/".join(["x" * 50, "x" * 50, "x" * 49, "x" * 49])
+NO_NUMBERS = [np.array(["a"]), np.zeros(1, "M8[s]"), np.zeros(1, [("a", "f4")])]
 OPTIONS = [
-    (lambda p: ZarrFeatureStore.open(p, "w"), InvalidInputError, "mode must be one of"),
-    (lambda p: ZarrFeatureStore.open(p, check="always"), InvalidInputError, "check must be one of"),
-    (lambda p: ZarrFeatureStore.open(p, mapping="sometimes"), InvalidInputError, "mapping"),
-    (lambda p: ZarrFeatureStore.open(f"{p}-none"), MissingStoreError, "no store at"),
-    (lambda p: ZarrFeatureStore.open(f"{p}-none", "r+"), MissingStoreError, "no store at"),
-    (lambda p: ZarrFeatureStore.open(os.path.dirname(p)), MissingStoreError, "no store at"),
-    (
-        lambda p: ZarrFeatureStore.create(f"{p}4", Manifest({}, {}, 4)),
-        InvalidInputError,
-        "writes format 3, got 4",
-    ),
-    (lambda p: open_for_writing(p)[0].drop_table("targets"), InvalidInputError, "is a group of tables"),
-    *(
-        (lambda p, spec=spec: open_for_writing(p)[0].create_table("large", spec), InvalidInputError, message)
-        for spec, message in (
-            (TableSpec((1 << 32) + 1, SPEC.columns, 4), r"up to \d+, got \d+"),
-            (TableSpec(4, SPEC.columns, (1 << 26) + 1), r"up to \d+, got \d+"),
-            (TableSpec(4, (Column("f", 1 << 45, "float32"),), 4), r"up to \d+, got \d+"),
-        )
-    ),
-    (
-        lambda p: open_for_writing(p)[0].create_table(
-            "/".join(["x" * 50, "x" * 50, "x" * 49, "x" * 49]), SPEC
-        ),
-        InvalidInputError,
-        "201 characters",
-    ),
-    *(
-        (lambda p, a=a: open_for_writing(p)[0].cache("kept", "key", a), InvalidInputError, "numbers")
-        for a in (np.array(["a"]), np.zeros(1, "M8[s]"), np.zeros(1, [("a", "f4")]))
-    ),
+    (lambda p: ZarrFeatureStore.open(p, "w"), WRONG, "mode must be one of"),
+    (lambda p: ZarrFeatureStore.open(p, check="always"), WRONG, "check must be one of"),
+    (lambda p: ZarrFeatureStore.open(p, mapping="sometimes"), WRONG, "mapping"),
+    (lambda p: ZarrFeatureStore.open(f"{p}-none"), NONE, "no store at"),
+    (lambda p: ZarrFeatureStore.open(f"{p}-none", "r+"), NONE, "no store at"),
+    (lambda p: ZarrFeatureStore.open(os.path.dirname(p)), NONE, "no store at"),
+    *((lambda p, no=no: check_store(p + no), NONE, "no store at") for no in ("-none", "/..", "/zarr.json")),
+    (lambda p: check_store(folder(p)), NONE, "is a table inside a store"),
+    (lambda p: ZarrFeatureStore.create(f"{p}4", Manifest({}, {}, 4)), WRONG, "writes format 3, got 4"),
+    (lambda p: made(p).drop_table("targets"), WRONG, "is a group of tables"),
+    *((lambda p, s=spec: made(p).create_table("large", s), WRONG, r"up to \d+, got \d+") for spec in LARGE),
+    (lambda p: made(p).create_table(LONG_NAME, SPEC), WRONG, "201 characters"),
+    *((lambda p, array=array: made(p).cache("kept", "key", array), WRONG, "numbers") for array in NO_NUMBERS),
 ]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("use", "error", "message"), OPTIONS)
 def test_what_a_store_cannot_be_asked_is_refused_by_name(path, use, error, message):
-    """And changes nothing."""
-    with writing(path):
-        pass
+    cases.make(path)
     before = snapshot(os.path.dirname(path))
-    with pytest.raises(error, match=message):
-        use(path)
+    raises(error, message, use, path)
     assert snapshot(os.path.dirname(path)) == before
 
 
 # What a power cut may take: every rename stands after the syncs that it depends on.
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """Every sync and rename, in the order in which they end; a sync takes longer than a rename."""
-    seen, rename = [], os.rename
-
-    def record_sync(fd):
-        name = path_of(fd)
-        time.sleep(0.005)
-        seen.append(("sync", name))
-
-    def record_rename(source, target, *, src_dir_fd, dst_dir_fd):
-        seen.append(("rename", f"{path_of(src_dir_fd)}/{source}", f"{path_of(dst_dir_fd)}/{target}"))
-        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-
-    monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(os, "rename", record_rename)
-    return seen
-
-
-def test_names_that_a_kill_left_unsynced_are_synced_before_the_row_log_goes(
-    tmp_path, path, victims, monkeypatch
-):
+def test_names_that_a_kill_left_unsynced_are_synced_before_the_row_log_goes(path, victims, monkeypatch):
     """Otherwise a power cut could take the names of the files, and the rows are nowhere else any more."""
-    assert victims.killed("column_published:3", "write", path, str(tmp_path / "done"), 3)
+    assert victims.killed("column_published:3", "write", path, f"{path}-done", 3)
     seen, unlink = [], os.unlink
 
     def gone(name, *, dir_fd):
-        seen.append(f"{path_of(dir_fd)}/{name}")
+        seen.append(f"{cases.path_of(dir_fd)}/{name}")
         unlink(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(path_of(fd)))
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(cases.path_of(fd)))
     monkeypatch.setattr(os, "unlink", gone)
     with writing(path) as table:
         assert table.committed_chunks() == [0]
@@ -553,7 +459,7 @@ def test_a_store_and_a_table_are_synced_before_they_have_a_name(tmp_path, path, 
 
 
 def test_only_a_batch_that_completes_a_chunk_is_synced(path, steps):
-    _, table = open_for_writing(path)
+    _, table = cases.open_for_writing(path)
     steps.clear()
     table.put(0, values(range(3)))
     assert steps == []

@@ -5,24 +5,18 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from store_cases import copy_over, flip, remote_place
+from store_cases import copy_over, flip, raises, remote_place
+from tiny_runs import labelled as data
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, verify
 from trak_lite.errors import CorruptStoreError, StateError
 from trak_lite.store import Manifest, check_store, create_store, open_store
 
 
-def data(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(count, 4, generator=generator)
-    return TensorDataset(inputs, torch.randint(2, (count,), generator=generator))
-
-
 def trained(rows, seed):
     torch.manual_seed(seed)
-    model = nn.Linear(4, 2)
+    model = nn.Linear(4, 3)
     inputs, labels = data(24)[torch.from_numpy(rows % 24)]
     nn.functional.cross_entropy(model(inputs), labels).backward()
     with torch.no_grad():
@@ -33,7 +27,7 @@ def trained(rows, seed):
 
 def attributor(place):
     torch.manual_seed(0)
-    return Attributor(nn.Linear(4, 2), "image_classification", place, proj_dim=8, progress=False)
+    return Attributor(nn.Linear(4, 3), "image_classification", place, proj_dim=8, progress=False)
 
 
 @pytest.fixture(params=["folder", "object store"])
@@ -41,7 +35,6 @@ def machines(request, tmp_path):
     """The place of one store, as one machine and as another one names it."""
     if request.param == "folder":
         return [tmp_path / "run.zarr"] * 2
-    pytest.importorskip("obstore", reason="obstore is not installed")
     return [remote_place(tmp_path, f"staging-{number}") for number in range(2)]
 
 
@@ -91,8 +84,7 @@ def test_scores_can_be_dropped_with_the_features_of_their_targets(machines, dens
     with open_store(here) as store:
         assert set(store.table_names()) - set(before) == {"scores/other", "targets/other/ckpt-0"}
     np.testing.assert_array_equal(made.scores("other").numpy(), kept)
-    with pytest.raises(StateError, match="no scores 'some'"):
-        made.drop_scores("some", features=True)
+    raises(StateError, "no scores 'some'", made.drop_scores, "some", features=True)
     made.score(data(6, 3), "some")  # other targets under the same name
 
 
@@ -129,8 +121,7 @@ def test_verdicts_columns_and_bounds_of_another_run_are_not_used(runs, tmp_path,
         else:
             name = ".entries" if change == "folder exchanged" else f".entries/{file.name}"
             copy_over(runs[1] / name, own / name)
-        with pytest.raises(CorruptStoreError, match=f"entry '{kind}/"):
-            READS[kind](attributor(own))
+        raises(CorruptStoreError, f"entry '{kind}/", READS[kind], attributor(own))
         report = check_store(own)
         assert (report.ok, f"the entry '{kind}/" in str(report)) == (False, True)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, content, folder, values, writing
+from store_cases import MANIFEST, NAME, SPEC, content, folder, make, raises, values, writing
 
 from trak_lite.store import Column, TableSpec, ZarrFeatureStore
 from trak_lite.store._grid import chunk_rows_for
@@ -107,8 +107,7 @@ def test_opening_looks_at_each_file_at_most_once(tmp_path, monkeypatch):
     counts = []
     for chunks in (10, 30):
         path, spec, calls = str(tmp_path / f"{chunks}"), TableSpec(chunks, SPEC.columns, 1), Counter()
-        with writing(path, spec) as table:
-            table.put(0, values(range(chunks), spec))
+        make(path, range(chunks), spec)
         with monkeypatch.context() as patched:
             for name in ("lstat", "stat", "open", "listdir", "scandir", "access", "readlink"):
                 patched.setattr(os, name, counted(getattr(os, name), name, calls))
@@ -142,5 +141,4 @@ def test_a_chunk_is_a_power_of_two_of_rows(num_rows, row_bytes, expected):
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1.5, 1)])
 def test_a_chunk_size_needs_sizes(sizes):
-    with pytest.raises(ValueError, match="integer of at least 1"):
-        chunk_rows_for(*sizes)
+    raises(ValueError, "integer of at least 1", chunk_rows_for, *sizes)

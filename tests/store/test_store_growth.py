@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_cases as cases
-from store_cases import MANIFEST, NAME, SPEC, check_rows, done_rows, flip, folder, reading, values, writing
+from store_cases import MANIFEST, NAME, SPEC, done_rows, flip, folder, grow, raises, reading, values, writing
 
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError, StateError, StoreError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -20,21 +20,11 @@ MORE = pytest.mark.parametrize("more", [1, 3, 4, 5])
 """Rows by which the table of 11 rows in chunks of 4 grows: within its last chunk, to its end and over it."""
 
 
-def make(path, num_rows):
-    with writing(path, cases.sized(num_rows)) as table:
-        table.put(0, values(range(num_rows)))
-
-
 @pytest.fixture
 def nine(path):
     """A finished table of nine rows: the last chunk has one."""
-    make(path, 9)
+    cases.make(path, range(9), cases.sized(9))
     return path
-
-
-def grow(path, num_rows):
-    with ZarrFeatureStore.open(path, "r+") as store:
-        store.grow_table(NAME, num_rows)
 
 
 def finish(path, num_rows):
@@ -50,7 +40,7 @@ def finish(path, num_rows):
 @MORE
 def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw(path, had, more):
     """Also while the last chunk is filled, whose rows are done as they were."""
-    make(path, had)
+    cases.make(path, range(had), cases.sized(had))
     before = cases.content(folder(path, "features/c.1.0"))
     with reading(path) as table:
         held = table.read_chunk(2, "features")
@@ -60,11 +50,10 @@ def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw
         assert check_store(path).findings == ()
         with ZarrFeatureStore.open(path, "r+") as store:
             writer = store.open_table(NAME)
-            with pytest.raises(StateError, match=r"8 .* are done already"):
-                writer.put(8, values([8]))
+            raises(StateError, r"8 .* are done already", writer.put, 8, values([8]))
             for row in range(had, had + more):
                 writer.put(row, values([row]))
-                check_rows(table)
+                cases.check_rows(table)
                 assert table.done().tolist() == [True] * had
         finish(path, had + more)
         assert table.committed_chunks() == [0, 1, 2]
@@ -74,34 +63,21 @@ def test_only_the_new_rows_are_pending_and_a_reader_from_before_sees_what_it_saw
 def test_files_that_are_being_replaced_are_no_damage_to_a_reader_from_before(full):
     """It knows the checksums of the old ones."""
     with reading(full) as reader:
-        check_rows(reader)
+        cases.check_rows(reader)
         grow(full, 12)
 
         def look():
-            with pytest.raises(IncompleteStoreError, match=r"Rows 8 to 10 \(chunk 2\)"):
-                reader.read_chunk(2, "features")
+            raises(IncompleteStoreError, r"Rows 8 to 10 \(chunk 2\)", reader.read_chunk, 2, "features")
 
-        with (
-            ZarrFeatureStore.open(full, "r+") as store,
-            cases.dying("column_published:1", look),
-            pytest.raises(cases.Killed),
-        ):
-            store.open_table(NAME).put(11, values([11]))
+        with ZarrFeatureStore.open(full, "r+") as store, cases.dying("column_published:1", look):
+            raises(cases.Killed, None, store.open_table(NAME).put, 11, values([11]))
     finish(full, 12)
 
 
-def test_the_rows_of_the_last_commit_are_logged_and_synced_before_the_table_grows(full, monkeypatch):
-    steps, rename = [], os.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: steps.append(os.readlink(f"/proc/self/fd/{fd}")))
-
-    def renamed(source, target, *, src_dir_fd, dst_dir_fd):
-        steps.append(os.path.join(os.readlink(f"/proc/self/fd/{dst_dir_fd}"), target))
-        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-
-    monkeypatch.setattr(os, "rename", renamed)
+def test_the_rows_of_the_last_commit_are_logged_and_synced_before_the_table_grows(full, steps):
     grow(full, 13)
-    assert steps[:2] == [cases.row_log(full, 2), folder(full, "features/.stage")]
-    assert folder(full, "zarr.json") in steps[2:]
+    assert steps[:2] == [("sync", cases.row_log(full, 2)), ("sync", folder(full, "features/.stage"))]
+    assert folder(full, "zarr.json") in [step[-1] for step in steps[2:]]
 
 
 @pytest.mark.parametrize(("row", "lost"), [(0, 8), (1, 9)])
@@ -123,8 +99,7 @@ def test_damage_to_the_last_chunk_is_never_read_by_a_growth(full):
     """Nor is a byte of it that changes afterwards: the rows are in the log."""
     shutil.copytree(full, f"{full}-copy")
     flip(folder(full, "q/c.2"))
-    with pytest.raises(CorruptStoreError, match="checksum differs"):
-        grow(full, 13)
+    raises(CorruptStoreError, "checksum differs", grow, full, 13)
     assert check_store(full, repair=True).ok
     grow(full, 13)
     assert done_rows(full) == list(range(8))
@@ -144,14 +119,7 @@ def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
     grow(full, 12)
     finish(full, 12)
 
-    def shrink(document):
-        if "shape" in document:
-            document["shape"][0] = 11
-        else:
-            document["attributes"]["trak_lite"]["num_rows"] = 11
-
-    for name in ("", *(column.name for column in SPEC.columns)):
-        cases.edit_document(folder(full, name, "zarr.json"), shrink)
+    cases.say_sizes(full, num_rows=11)
     with pytest.raises(CorruptStoreError, match=r"recorded .* for 4 rows"), reading(full):
         pass
     assert not check_store(full).ok
@@ -159,14 +127,12 @@ def test_a_chunk_that_the_size_on_the_disk_does_not_explain_is_refused(full):
 
 def test_a_writer_from_before_does_not_pad_over_new_rows(path):
     """It would commit the last chunk as it knows it, with padding where rows are now."""
-    with writing(path) as table:
-        table.put(0, values(range(10)))
+    cases.make(path, range(10))
     old_store, old = cases.open_for_writing(path)
     with ZarrFeatureStore.open(path, "r+") as store:
         store.grow_table(NAME, 12).put(11, values([11]))
     for use in (lambda: old.put(10, values([10])), lambda: old.claim(2).__enter__()):
-        with pytest.raises(StateError, match="has grown"):
-            use()
+        raises(StateError, "has grown", use)
     old_store.close()
     assert done_rows(path) == [*range(10), 11]
     finish(path, 12)
@@ -175,11 +141,8 @@ def test_a_writer_from_before_does_not_pad_over_new_rows(path):
 def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
     store, table = cases.open_for_writing(path)
     table.put(9, values([9]))
-    with (
-        ZarrFeatureStore.open(path, "r+") as other,
-        pytest.raises(BusyError, match=r"rows 8 to 10 \(chunk 2\)"),
-    ):
-        other.grow_table(NAME, 12)
+    with ZarrFeatureStore.open(path, "r+") as other:
+        raises(BusyError, r"rows 8 to 10 \(chunk 2\)", other.grow_table, NAME, 12)
     assert store.grow_table(NAME, 12).pending().tolist() == [*range(9), 10, 11]
     store.close()
 
@@ -188,7 +151,7 @@ def test_a_table_does_not_grow_while_its_last_chunk_is_being_filled(path):
 def test_any_call_of_a_growth_may_fail(tmp_path, call):
     for count in itertools.count(1, 3 if call == "open" else 1):  # of many, every third
         path = str(tmp_path / f"{count}.zarr")
-        make(path, 11)
+        cases.make(path, range(11))
         with ZarrFeatureStore.open(path, "r+") as store:
             store.open_table(NAME)
             try:
@@ -209,11 +172,8 @@ def test_any_call_of_a_growth_may_fail(tmp_path, call):
 def test_a_table_that_another_writer_fills_is_not_dropped(path):
     store, table = cases.open_for_writing(path)
     table.put(0, values([0]))
-    with (
-        ZarrFeatureStore.open(path, "r+") as other,
-        pytest.raises(BusyError, match=rf"{NAME}: another writer \(pid {os.getpid()} on"),
-    ):
-        other.drop_table(NAME)
+    with ZarrFeatureStore.open(path, "r+") as other:
+        raises(BusyError, rf"{NAME}: another writer \(pid {os.getpid()} on", other.drop_table, NAME)
     assert done_rows(path) == [0]
     store.drop_table(NAME)
     assert store.table_names() == []
@@ -229,14 +189,11 @@ def test_a_reader_and_a_writer_of_a_dropped_table_are_told(full):
         with ZarrFeatureStore.open(full, "r+") as other:
             other.drop_table(NAME)
         np.testing.assert_array_equal(rows, values(range(4))["q"])
-        with pytest.raises(IncompleteStoreError, match="was removed"):
-            reader.read_chunk(1, "q")
-        with pytest.raises(StoreError, match="No such file"):
-            table.put(8, values([8]))
+        raises(IncompleteStoreError, "was removed", reader.read_chunk, 1, "q")
+        raises(StoreError, "No such file", table.put, 8, values([8]))
 
 
 def made_anew(path, fingerprint):
-    """Drop the table and make it again, as another process would."""
     with ZarrFeatureStore.open(path, "r+") as other:
         other.drop_table(NAME)
         table = other.create_table(NAME, replace(SPEC, fingerprint=fingerprint))
@@ -247,8 +204,7 @@ def test_no_row_goes_into_and_none_comes_from_another_table_under_the_old_name(p
     with writing(path) as writer, reading(path) as reader:
         made_anew(path, {"checkpoint": "another"})
         for use in (lambda: writer.put(0, values(range(4))), reader.done, lambda: reader.read_chunk(1, "q")):
-            with pytest.raises(StateError, match="created again for other rows"):
-                use()
+            raises(StateError, "created again for other rows", use)
 
 
 def test_a_writer_goes_on_in_a_table_made_anew_for_the_same_rows(path):
@@ -285,29 +241,22 @@ def test_a_damaged_part_is_not_merged_and_stores_are_compared_without_reading_th
     with ZarrFeatureStore.open(full) as part, ZarrFeatureStore.open(copy) as other:
         assert other.diff(part) == ()
         with ZarrFeatureStore.create(tmp_path / "merged.zarr", MANIFEST) as store:
-            with pytest.raises(CorruptStoreError, match="checksum differs"):
-                store.merge([part])
+            raises(CorruptStoreError, "checksum differs", store.merge, [part])
             check_store(full, repair=True)
             assert store.merge([part]) == {NAME: 3}
             assert store.open_table(NAME).pending().tolist() == [4, 5, 6, 7]
     os.unlink(cases.commit_log(copy))
-    with (
-        ZarrFeatureStore.open(full) as here,
-        ZarrFeatureStore.open(copy) as there,
-        pytest.raises(CorruptStoreError),
-    ):
-        here.diff(there)
+    with ZarrFeatureStore.open(full) as here, ZarrFeatureStore.open(copy) as there:
+        raises(CorruptStoreError, None, here.diff, there)
 
 
 def test_of_two_who_grow_a_table_at_once_one_is_told(full):
     """The other one grew it between the look at its size and the lock."""
     with ZarrFeatureStore.open(full, "r+") as store:
         store.open_table(NAME)
-        with (
-            cases.first_call(fcntl, "flock", lambda *_: grow(full, 20)),
-            pytest.raises(BusyError, match="another number of rows now, because another writer has grown it"),
-        ):
-            store.grow_table(NAME, 15)
+        said = "another number of rows now, because another writer has grown it"
+        with cases.first_call(fcntl, "flock", lambda *_: grow(full, 20)):
+            raises(BusyError, said, store.grow_table, NAME, 15)
         assert store.open_table(NAME).spec.num_rows == 20
         assert store.grow_table(NAME, 21).spec.num_rows == 21
 
@@ -315,11 +264,8 @@ def test_of_two_who_grow_a_table_at_once_one_is_told(full):
 def test_a_merge_that_was_interrupted_is_repeated(tmp_path, full):
     path = str(tmp_path / "merged.zarr")
     with ZarrFeatureStore.create(path, MANIFEST) as store, ZarrFeatureStore.open(full) as part:
-        with (
-            cases.failing_call("pwrite", 7, *[OSError(errno.EIO, "broken")] * 99),
-            pytest.raises(StoreError, match="broken"),
-        ):
-            store.merge([part])
+        with cases.failing_call("pwrite", 7, *[OSError(errno.EIO, "broken")] * 99):
+            raises(StoreError, "broken", store.merge, [part])
         first = len(done_rows(path))
         assert first < 11
         assert store.merge([part]) == {NAME: 11 - first}

@@ -16,16 +16,11 @@ import safetensors.numpy
 import store_cases as cases
 import torch
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, commit_log, content, edit, finish, folder, overwrite, snapshot
+from store_cases import NAME, SPEC, commit_log, content, edit, finish, folder, overwrite, raises, snapshot
 
 import trak_lite
-from trak_lite.errors import (
-    CorruptStoreError,
-    IncompleteStoreError,
-    InvalidInputError,
-    ManifestMismatchError,
-    StoreError,
-)
+from trak_lite import errors
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, InvalidInputError, StoreError
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 
 zarr = Late("zarr")
@@ -54,7 +49,6 @@ def open_table(path):
 
 
 def read_everything(path):
-    """Read all there is, by every way in; return the errors."""
     ways = (
         lambda: ZarrFeatureStore.open(path).cached("gram", "key"),
         lambda: ZarrFeatureStore.open(path).table_names(),
@@ -97,6 +91,10 @@ def replaced(old, new, where=""):
     return harm
 
 
+def seed_is(text):
+    return replaced(b'"seed": 0', b'"seed": ' + text)
+
+
 def torn(where, whole):
     """Leave something else of a ``zarr.json``, or nothing."""
 
@@ -108,24 +106,16 @@ def torn(where, whole):
     return harm
 
 
+def table_record(change):
+    return lambda path: edit(folder(path, "zarr.json"), change)
+
+
 def table_says(**record):
-    return lambda path: edit(folder(path, "zarr.json"), lambda found: found.update(record))
+    return table_record(lambda found: found.update(record))
 
 
 def resized(num_rows, chunk_rows):
-    """Say another size in the table and in its arrays, so that they agree."""
-
-    def harm(path):
-        table_says(num_rows=num_rows, chunk_rows=chunk_rows)(path)
-        for column in ("features", "q", "w"):
-
-            def change(document):
-                document["shape"][0] = num_rows
-                document["chunk_grid"]["configuration"]["chunk_shape"][0] = chunk_rows
-
-            cases.edit_document(folder(path, column, "zarr.json"), change)
-
-    return harm
+    return lambda path: cases.say_sizes(path, num_rows=num_rows, chunk_rows=chunk_rows)
 
 
 def circle(path):
@@ -136,11 +126,11 @@ def circle(path):
 
 
 def lost_column(place):
-    return lambda path: edit(folder(path, "zarr.json"), lambda record: record["columns"].pop(place))
+    return table_record(lambda record: record["columns"].pop(place))
 
 
 def renamed_column(name):
-    return lambda path: edit(folder(path, "zarr.json"), lambda record: record["columns"][1].update(name=name))
+    return table_record(lambda record: record["columns"][1].update(name=name))
 
 
 def without_list_entry(harm):
@@ -155,49 +145,26 @@ def folder_renamed(name):
     return lambda path: os.rename(folder(path), os.path.join(path, name))
 
 
-BAD_NAMES = [
-    "",
-    ".",
-    "..",
-    "../x",
-    "a/../b",
-    "a..b",
-    "/etc",
-    "a//b",
-    "a/",
-    ".hidden",
-    "a b",
-    "a\0",
-    "ä",
-    "a\n",
-]
-BAD_NAMES += ["x" * 65, "zarr.json", "a/zarr.json", "ZARR.JSON", "a\\b", "~", "$HOME", "a:b", "%2e%2e"]
+BAD_NAMES = ["", ".", "..", "../x", "a/../b", "a..b", "/etc", "a//b", "a/", ".hidden", "a b", "a\0", "ä"]
+BAD_NAMES += ["a\n", "a\\b", "~", "$HOME", "a:b", "%2e%2e", "x" * 65, "zarr.json", "a/zarr.json", "ZARR.JSON"]
+CODED = (b'"float32"', b'"float32"', b'"bytes"', b'"NaN"')
 NO_TABLE = "does not describe a table"
 NOT_THAT = "is another table than the one"
 NOT_LISTED = "is another table than the one that the store lists"
+NO_JSON = r"zarr\.json is not JSON"
+NO_ATTRIBUTES = r"ckpt-0/zarr\.json records \w+ as attributes.* Restore"
+LOST = rf"The table '{NAME}' of .* is lost.* Restore"
 METADATA = [
-    *(
-        (replaced(b'"seed": 0', b'"seed": ' + n), r"/zarr\.json is not JSON .*finite")
-        for n in (b"NaN", b"1e999")
-    ),
-    *(
-        (replaced(b'"abc"', n, NAME), r"ckpt-0/zarr\.json is not JSON .*finite")
-        for n in (b"NaN", b"-Infinity")
-    ),
-    *(
-        (replaced(b'"seed": 0', b'"seed": ' + b"[" * n + b"]" * n), r"zarr\.json is not JSON.*nested")
-        for n in (130, 100_000)
-    ),
+    *((seed_is(n), r"/zarr\.json is not JSON .*finite") for n in (b"NaN", b"1e999")),
+    *((replaced(b'"abc"', n, NAME), rf"{NAME}/{NO_JSON} .*finite") for n in (b"NaN", b"-Infinity")),
+    *((seed_is(b"[" * n + b"]" * n), f"{NO_JSON}.*nested") for n in (130, 100_000)),
     (table_says(fingerprint=[["checkpoint", "abc"]]), NO_TABLE),
     (table_says(num_rows=-1), NO_TABLE),
     (table_says(num_rows="11"), NO_TABLE),
     (table_says(chunk_rows=0), NO_TABLE),
     (table_says(columns=[{"name": "q"}]), NO_TABLE),
     (table_says(columns=7), NO_TABLE),
-    *(
-        (table_says(attributes=noted), r"ckpt-0/zarr\.json records \w+ as attributes.* Restore")
-        for noted in (7, [[]], "x", None)
-    ),
+    *((table_says(attributes=noted), NO_ATTRIBUTES) for noted in (7, [[]], "x", None)),
     *((resized(*sizes), NO_TABLE) for sizes in ((1 << 33, 4), (1 << 60, 4), (11, 1 << 27), (10**30, 10**29))),
     *((resized(11, chunk_rows), NOT_THAT) for chunk_rows in (5, 1 << 26)),
     *(
@@ -205,16 +172,13 @@ METADATA = [
         for size in (b'"chunk_rows": 4', b'"num_rows": 11', b'"width": 3')
     ),
     # A changed setting is refused by its checksum, a torn document as what it is; neither is ever made anew.
-    (replaced(b'"seed": 0', b'"seed": 1'), "does not match its checksum"),
+    (seed_is(b"1"), "does not match its checksum"),
     (replaced(b'"abc"', b'"abd"', NAME), "does not match its checksum"),
     (replaced(b"ckpt-0", b"ckpt-1", NAME), "does not match its checksum|does not desc"),
     (replaced(b'"trak_lite"', b'"trak_lhte"', NAME), "does not desc|lost"),
     *(
         (replaced(old, new, f"{NAME}/q"), r"q/zarr\.json contradicts its table: ")
-        for old, new in (
-            *((b'"float32"', b'"float30"'), (b'"float32"', b'"float64"')),
-            *((b'"bytes"', b'"zstd"'), (b'"NaN"', b"0")),
-        )
+        for old, new in zip(CODED, (b'"float30"', b'"float64"', b'"zstd"', b"0"), strict=True)
     ),
     *((torn(NAME, left), r"zarr\.json") for left in (None, b"", b"\xff", b"[]", b'{"node_type": "array"}')),
     *((torn(place, b"{"), r"zarr\.json") for place in ("", "targets", NAME, f"{NAME}/q")),
@@ -225,22 +189,13 @@ METADATA = [
         (without_list_entry(lost_column(place)), rf"does not name the arrays \['{name}'\].* Restore")
         for place, name in enumerate(("features", "q", "w"))
     ),
-    (renamed_column("../x"), NO_TABLE),
+    *((renamed_column(name), NO_TABLE) for name in BAD_NAMES),
     (given_away("targets", NAME), rf"targets/zarr\.json describes the table of '{NAME}'"),
     (given_away("targets/test", NAME), rf"test/zarr\.json describes the table of '{NAME}'"),
     (given_away(NAME, "targets"), r"ckpt-0(/\w+)?/zarr\.json"),
-    (
-        lambda path: edit(folder(path, "zarr.json"), lambda record: record.pop("columns")),
-        r"ckpt-0(/\w+)?/zarr\.json",
-    ),
+    (table_record(lambda record: record.pop("columns")), r"ckpt-0(/\w+)?/zarr\.json"),
     (circle, r"test/zarr\.json describes the table of"),
-    *(
-        (
-            lambda path, name=name: shutil.rmtree(f"{path}/{name}"),
-            rf"The table '{NAME}' of .* is lost.* Restore",
-        )
-        for name in ("targets", "targets/test", NAME)
-    ),
+    *((lambda path, n=n: shutil.rmtree(f"{path}/{n}"), LOST) for n in ("targets", "targets/test", NAME)),
     *(
         (folder_renamed(name), "no table or group can have the name")
         for name in ("ckpt 0", "ckpt-0 (copy)", "x" * 65, "k\x1b[31m", "ZARR.JSON", "a..b")
@@ -263,13 +218,6 @@ def test_metadata_that_make_no_sense_are_refused_and_cost_no_chunk(mixed, harm, 
     assert not any(moved.chunk is not None for moved in report.set_aside)
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_table_whose_column_has_no_name_for_a_file_is_refused(mixed, name):
-    renamed_column(name)(mixed)
-    with pytest.raises(CorruptStoreError, match=NO_TABLE):
-        open_table(mixed)
-
-
 def test_what_may_be_recorded_can_be_read_back(tmp_path):
     """The limit on what is written lies under the limit on what is read."""
 
@@ -287,7 +235,7 @@ def test_a_fingerprint_of_half_a_character_has_a_digest(mixed):
     """JSON can say it, UTF-8 cannot."""
     edit(f"{mixed}/zarr.json", lambda record: record["fingerprint"].update(seed="\ud800"))
     with ZarrFeatureStore.open(mixed) as store:
-        assert store.manifest.digest() != MANIFEST.digest()
+        assert store.manifest.digest() != cases.MANIFEST.digest()
 
 
 @pytest.mark.parametrize("which", ["targets", "targets/test"])
@@ -299,16 +247,12 @@ def test_a_group_that_describes_something_else_is_reported(mixed, which):
     assert report.tally.done_rows == 10  # what is inside is looked at
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "ok"),
-    [
-        ('"attributes"', '"bttributes"', False),
-        ('"attributes"', '"other": 1, "attributes"', False),
-        ('"attributes"', '"other": {"must_understand": false}, "attributes"', True),
-    ],
-)
-def test_a_document_is_sound_if_zarr_opens_it(mixed, old, new, ok):
-    replaced(old.encode(), new.encode(), f"{NAME}/w")(mixed)
+FURTHER = {'"b': False, '"other": 1, "a': False, '"other": {"must_understand": false}, "a': True}
+
+
+@pytest.mark.parametrize(("text", "ok"), FURTHER.items())
+def test_a_document_is_sound_if_zarr_opens_it(mixed, text, ok):
+    replaced(b'"attributes"', text.encode() + b'ttributes"', f"{NAME}/w")(mixed)
     try:
         zarr.open_array(folder(mixed, "w"), mode="r")
         opens = True
@@ -325,8 +269,8 @@ def test_what_a_store_says_tells_a_terminal_nothing(mixed):
     os.mkdir(os.path.join(mixed, f"x{ESCAPE}"))
     edit(os.path.join(mixed, NAME, "zarr.json"), lambda own: own["columns"][0].update(name=ESCAPE))
     report = check_store(mixed)
-    with pytest.raises(ManifestMismatchError) as mismatch:
-        ZarrFeatureStore.create(mixed, MANIFEST)
+    with pytest.raises(errors.ManifestMismatchError) as mismatch:
+        ZarrFeatureStore.create(mixed, cases.MANIFEST)
     with pytest.raises(CorruptStoreError) as refused:
         open_table(mixed)
     for text in (str(report), str(mismatch.value), str(refused.value)):
@@ -433,25 +377,16 @@ def test_a_derived_array_that_is_no_array_is_as_good_as_none(mixed, tmp_path, mo
 
 ON_REQUEST = {
     ("cli/recipes.py", "exec"): "the recipe, a Python file that the user's config names, and nothing else",
-    (
-        "gradient_computers/recording.py",
-        "exec",
-    ): "names that it numbers itself, integers, and nothing that it reads",
+    ("gradient_computers/recording.py", "exec"): "names that it numbers itself, and nothing that it reads",
     ("models/checkpoints.py", "torch.load"): "weights_only is an argument, True where nobody gives it",
 }
-NAMES_OF_PICKLE = {
-    "Pickler",
-    "PicklingError",
-    "UnpicklingError",
-}  # errors, and what writes: nothing that reads
+NAMES_OF_PICKLE = {"Pickler", "PicklingError", "UnpicklingError"}  # errors, and what writes: none reads
 BOUNDED_ELSEWHERE = {
     "_validate.py",  # the bounds themselves
     "store/disk/records.py",  # a line of at most a mebibyte
     "store/manifest.py",  # what was written by canonical_json just before
     "store/_grid.py",
 }
-
-
 NAMED_BY_READERS = re.compile(
     r"marshal|shelve|dill|pickle|joblib|weights_only|json\.load|torch\.load|__import__|(?<![\w.])(eval|exec)\("
 )
@@ -529,12 +464,8 @@ def test_nothing_is_allocated_for_rows_that_are_not_there(path):
     """Eight gigabytes are claimed, and no row is on the disk."""
     with cases.writing(path, TableSpec(1 << 20, (Column("features", 4096, "float16"),), 32)):
         pass
-    with (
-        cases.reading(path) as table,
-        peak_below(32 * MEBIBYTE),
-        pytest.raises(IncompleteStoreError, match="Rows 0 to 31"),
-    ):
-        table.read("features")
+    with cases.reading(path) as table, peak_below(32 * MEBIBYTE):
+        raises(IncompleteStoreError, "Rows 0 to 31", table.read, "features")
 
 
 def commit_lines(path):
@@ -553,8 +484,7 @@ def test_a_commit_record_counts_in_whole_numbers_and_names_its_table(mixed, key,
         record[key] = value
     body = json.dumps(record).encode()
     overwrite(commit_log(mixed), body + b"\t%08x\n" % cases.crc32c(body) + second)
-    with pytest.raises(CorruptStoreError, match="chunks 0 without a commit record"):
-        open_table(mixed)
+    raises(CorruptStoreError, "chunks 0 without a commit record", open_table, mixed)
 
 
 def test_a_commit_log_with_a_line_without_end_or_many_lines_is_read(mixed):
@@ -586,8 +516,7 @@ def put_a_stranger_beside_the_stage(path):
 def test_what_a_reader_refuses_is_damage_and_the_repair_keeps_the_rows(mixed, harm):
     """A column that is visible without a commit record; the others are still in the stage."""
     harm(mixed)
-    with pytest.raises(CorruptStoreError, match="without a commit record"):
-        open_table(mixed)
+    raises(CorruptStoreError, "without a commit record", open_table, mixed)
     assert not check_store(mixed).ok
     report = check_store(mixed, repair=True)
     assert report.ok
@@ -630,8 +559,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(mixed, place, put):
     assert errors or place is derived  # which is as good as none
     assert all(re.search(r"is not a plain file\. Put|is missing|no store", str(error)) for error in errors)
     if place is SMALL["row log"]:
-        with pytest.raises(CorruptStoreError, match=r"2\.rows is not a plain file"):
-            cases.open_for_writing(mixed)
+        raises(CorruptStoreError, r"2\.rows is not a plain file", cases.open_for_writing, mixed)
         assert check_store(mixed, repair=True).ok
         finish(mixed)
 
@@ -639,20 +567,13 @@ def test_what_is_no_file_is_refused_and_never_waited_for(mixed, place, put):
 def test_a_file_for_a_folder_is_refused(mixed):
     shutil.rmtree(folder(mixed, "features/.commits"))
     overwrite(folder(mixed, "features/.commits"), b"x")
-    with pytest.raises(
-        CorruptStoreError, match=r"Listing .*\.commits failed.* Restore the right one, or rem"
-    ):
-        open_table(mixed)
+    said = r"Listing .*\.commits failed.* Restore the right one, or rem"
+    raises(CorruptStoreError, said, open_table, mixed)
 
 
-LINKED = [
-    ".tables",
-    "targets",
-    NAME,
-    *(f"{NAME}/{name}" for name in ("q", "zarr.json", "q/zarr.json", "q/c.0")),
-]
+LINKED = [".tables", "targets", NAME, ".cache", ".cache/gram.safetensors"]
+LINKED += [f"{NAME}/{name}" for name in ("q", "zarr.json", "q/zarr.json", "q/c.0")]
 LINKED += [f"{NAME}/features/{name}" for name in (".stage", ".commits", ".stage/2.rows")]
-LINKED += [".cache", ".cache/gram.safetensors"]
 
 
 def read_rows_and_marks(path):
@@ -662,7 +583,7 @@ def read_rows_and_marks(path):
 
 
 def sound(path):
-    return ZarrFeatureStore.create(f"{path}-sound", MANIFEST)
+    return ZarrFeatureStore.create(f"{path}-sound", cases.MANIFEST)
 
 
 ACTIONS = {
@@ -692,8 +613,7 @@ def test_no_link_is_followed_out_of_the_store(made, tmp_path, linked):
         cases.link_away(f"{path}/{linked}", outside)
         before = snapshot(os.path.dirname(outside))
         if action is ACTIONS["read"] and "cache" not in linked:
-            with pytest.raises(CorruptStoreError, match=r"symbolic link|not a plain file"):
-                read_rows_and_marks(path)
+            raises(CorruptStoreError, r"symbolic link|not a plain file", read_rows_and_marks, path)
             findings = check_store(path).findings
             assert any(re.search("link|plain file", finding.finding) for finding in findings)
         with contextlib.suppress(StoreError):
@@ -715,8 +635,7 @@ def test_no_link_is_followed_that_appears_after_the_look(mixed, linked, monkeypa
         return True
 
     monkeypatch.setattr(os, "access", allowed)
-    with pytest.raises(CorruptStoreError, match="is a symbolic link"):
-        check_store(mixed, repair=True)
+    raises(CorruptStoreError, "is a symbolic link", check_store, mixed, repair=True)
     assert [snapshot(outside)] == before
 
 
@@ -725,8 +644,7 @@ def test_a_file_with_another_name_elsewhere_is_not_written_to(mixed):
     path, outside = cases.row_log(mixed, 2), f"{mixed}-outside"
     os.link(path, outside)
     before = content(outside)
-    with pytest.raises(CorruptStoreError, match="hard links"):
-        finish(mixed)
+    raises(CorruptStoreError, "hard links", finish, mixed)
     assert not check_store(mixed).ok
     assert check_store(mixed, repair=True).ok
     finish(mixed)
@@ -743,13 +661,8 @@ def test_nothing_is_put_where_a_link_leads(mixed, name):
     os.symlink(outside, place)
     overwrite(folder(mixed, "q/c.0"), b"damaged")
     with ZarrFeatureStore.open(mixed, "r+") as store:
-        use = (
-            (lambda: store.cache("gram", "key", np.eye(2)))
-            if name == ".cache"
-            else lambda: store.check(repair=True)
-        )
-        with pytest.raises(CorruptStoreError, match="symbolic link"):
-            use()
+        uses = {".cache": lambda: store.cache("gram", "key", np.eye(2))}
+        raises(CorruptStoreError, "symbolic link", uses.get(name, lambda: store.check(repair=True)))
     assert os.listdir(outside) == []
 
 
@@ -785,7 +698,7 @@ def test_the_store_is_whole_again_without_the_link(mixed, where):
 
 
 def test_no_name_leads_out_of_the_store(path):
-    with ZarrFeatureStore.create(path, MANIFEST) as store:
+    with ZarrFeatureStore.create(path, cases.MANIFEST) as store:
         before = snapshot(os.path.dirname(path))
         for name in BAD_NAMES:
             for use in (
@@ -799,6 +712,5 @@ def test_no_name_leads_out_of_the_store(path):
                 lambda name: store.create_table("t", TableSpec(4, (Column(name, 2, "float32"),), 4)),
                 lambda name: store.table_names(name) if name else store.open_table(name),
             ):
-                with pytest.raises(InvalidInputError, match="name"):
-                    use(name)
+                raises(InvalidInputError, "name", use, name)
         assert snapshot(os.path.dirname(path)) == before

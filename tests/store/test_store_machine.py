@@ -19,27 +19,12 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import store_cases as cases
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
-from store_cases import MANIFEST, NAME, SPEC, UNFIT, WAYS, Faulty, Folder, Killed, Memory, Objects, values
+from hypothesis import HealthCheck, Phase, settings, stateful
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from store_cases import MANIFEST, NAME, SPEC, UNFIT, WAYS, Folder, Killed, Memory, Objects, raises, values
 
-from trak_lite.errors import (
-    BusyError,
-    CorruptStoreError,
-    IncompleteStoreError,
-    MissingStoreError,
-    StateError,
-    StoreError,
-    StoreFullError,
-    UnsupportedStoreError,
-)
+from trak_lite import errors
+from trak_lite.errors import BusyError, MissingStoreError, StateError, StoreError, StoreFullError
 from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore
 
 OTHER = "targets/test/ckpt-1"
@@ -51,14 +36,14 @@ ROWS = st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=8, unique=Tr
 COUNTS = st.integers(1, 3)
 
 
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(stateful.RuleBasedStateMachine):
     """Two writers, a reader and a fate. ``known`` is the dict: row -> the attempt whose values were acknowledged."""
 
     def __init__(self, kind):
         super().__init__()
         self.folder = tempfile.mkdtemp()
         self.numbers = itertools.count()
-        self.place = kind(self.new_root())
+        self.place = self.new_place(kind)
         self.known, self.size, self.attempt = {}, SPEC.num_rows, 0
         self.entries, self.refused = {}, {}
         self.writers, self.held = {}, {0: set(), 1: set()}
@@ -66,11 +51,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.no_syncs = mock.patch.object(os, "fsync", return_value=None)
         self.no_syncs.start()
 
-    def new_root(self, *, made=True):
-        root = os.path.join(self.folder, str(next(self.numbers)))
-        if made:
-            os.mkdir(root)
-        return root
+    def new_root(self):
+        return os.path.join(self.folder, str(next(self.numbers)))
+
+    def new_place(self, kind):
+        os.mkdir(root := self.new_root())
+        return kind(root)
+
+    def copy_of_the_place(self):
+        return self.place.copied(self.new_root())
 
     def teardown(self):
         self.close_all()
@@ -150,8 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
                 rows = range(*table.chunk_range(chunk))
                 assert pending.tolist() == [row for row in rows if row not in self.known]
                 if 1 - writer in self.writers and len(pending):
-                    with pytest.raises(BusyError):
-                        self.writers[1 - writer][1].put(pending, values(pending))
+                    raises(BusyError, None, self.writers[1 - writer][1].put, pending, values(pending))
                     self.held[1 - writer].add(chunk)
                 if put := pending[:count].tolist():
                     self.begin(writer, put)
@@ -169,8 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
         given = values(rows)
         if refused == "NaN":
             given["w"][-1] = np.nan
-        with pytest.raises(ValueError, match=r"."):
-            table.put(rows, given)
+        raises(ValueError, r".", table.put, rows, given)
 
     @precondition(lambda self: len(self.writers) == 1 and self.size < MOST_ROWS)
     @rule(more=st.integers(1, 5))
@@ -178,8 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
         ((writer, (store, _)),) = self.writers.items()
         size = min(self.size + more, MOST_ROWS)
         if not self.place.grows:
-            with pytest.raises(UnsupportedStoreError):
-                store.grow_table(NAME, size)
+            raises(errors.UnsupportedStoreError, None, store.grow_table, NAME, size)
             return
         self.writers[writer] = store, store.grow_table(NAME, size)
         self.held[writer].clear()
@@ -194,15 +180,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.known, self.size, self.refused = {}, SPEC.num_rows, {}
         self.held[writer].clear()
         self.writers[writer] = store, store.create_table(NAME, SPEC)
-        with pytest.raises(StateError):
-            old.put(0, values([0]))
+        raises(StateError, None, old.put, 0, values([0]))
 
     @precondition(lambda self: self.writers)
     @rule()
     def copy(self):
         """Merge what is done into a new store, and go on there."""
         self.close_all()
-        new = type(self.place)(self.new_root())
+        new = self.new_place(type(self.place))
         with self.place.read() as old, new.create() as store:
             assert store.merge([old]) == {NAME: len(self.known), OTHER: SPEC.num_rows}
             assert store.diff(old) == ()
@@ -237,9 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
         rows, before, size, attempt = self.within(rows), dict(self.known), self.size, self.attempt
         lives = []
         try:
-            with cases.dying(
-                f"{step}:{count}", lambda: lives.append(self.place.copied(self.new_root(made=False)))
-            ):
+            with cases.dying(f"{step}:{count}", lambda: lives.append(self.copy_of_the_place())):
                 calls[name](*given)
         except Killed:
             self.close_all()
@@ -333,7 +316,7 @@ class StoreMachine(RuleBasedStateMachine):
         ways = data.draw(st.lists(st.sampled_from(self.place.ways), min_size=1, max_size=3))
         self.close_all()
         kept, sizes = (self.place, self.known), "lie" not in ways
-        self.place = self.place.copied(self.new_root(made=False))
+        self.place = self.copy_of_the_place()
         for way in ways:
             with contextlib.suppress(*UNFIT):
                 WAYS[way](self.place.files, pick)
@@ -401,7 +384,7 @@ class StoreMachine(RuleBasedStateMachine):
                         try:
                             each.content_key() if not compared else self.compare(each, chunk, known)
                             each.read("features")
-                        except IncompleteStoreError:
+                        except errors.IncompleteStoreError:
                             continue
                         except StoreError as error:
                             refusals.append(error)
@@ -499,20 +482,12 @@ def bounded():
 def run(kind, examples, steps):
     if kind is Objects:
         pytest.importorskip("obstore", reason="obstore is not installed; it is in the extra 'remote'")
-    run_state_machine_as_test(
-        lambda: StoreMachine(kind),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    chosen = settings(deadline=None, derandomize=True, phases=(Phase.generate,), max_examples=examples)
+    chosen = settings(chosen, stateful_step_count=steps, suppress_health_check=list(HealthCheck))
+    stateful.run_state_machine_as_test(lambda: StoreMachine(kind), settings=chosen)
 
 
-KINDS = pytest.mark.parametrize("kind", [Folder, Memory, Objects, Faulty])
+KINDS = pytest.mark.parametrize("kind", [Folder, Memory, Objects, cases.Faulty])
 
 
 @KINDS
@@ -530,5 +505,4 @@ def test_more_rows_than_memory_can_list_are_refused_by_every_question(tmp_path):
         table = store.create_table("large", TableSpec(1 << 32, (Column("f", 1, "float32"),), 1))
         with bounded():
             for ask in (table.content_key, table.done, table.pending_by_chunk, lambda: table.read("f")):
-                with pytest.raises(CorruptStoreError, match="of memory, which are not available"):
-                    ask()
+                raises(errors.CorruptStoreError, "of memory, which are not available", ask)

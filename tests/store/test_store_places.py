@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, SPEC, check_rows, open_remote, put_pending, values, writing
+from store_cases import MANIFEST, NAME, SPEC, check_rows, make, open_remote, put_pending, raises, values
 
 from trak_lite.cli import main
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
@@ -94,8 +94,7 @@ def test_the_command_checks_an_address(url, cache, capsys):
 @pytest.mark.quick
 @pytest.mark.parametrize("where", [3, None, "file:///tmp/run.zarr", "nothing-known://bucket"])
 def test_what_is_no_place_is_refused(where):
-    with pytest.raises(InvalidInputError, match="Expected a"):
-        RemotePlace(where)
+    raises(InvalidInputError, "Expected a", RemotePlace, where)
 
 
 @pytest.mark.parametrize("where", ["./a:b", Path("runs/digits.zarr")])
@@ -118,8 +117,7 @@ def test_a_place_is_named(tmp_path):
 def test_a_missing_package_is_named(monkeypatch, url):
     for name in ("obstore", "obstore.store", "fsspec"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedStoreError, match=r"pip install -e '\.\[remote\]\'"):
-        RemotePlace(url)
+    raises(UnsupportedStoreError, r"pip install -e '\.\[remote\]\'", RemotePlace, url)
 
 
 def test_a_place_that_does_not_answer_is_named(tmp_path):
@@ -165,22 +163,13 @@ def mount_table(tmp_path, monkeypatch):
     files.is_network.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("kind", "mapping", "maps"),
-    [
-        ("ext4", "auto", True),
-        (None, "auto", True),
-        ("nfs4", "auto", False),
-        ("nfs4", "always", True),
-        ("ext4", "never", False),
-    ],
-)
-def test_chunks_on_a_network_file_system_are_read_not_mapped(
-    path, monkeypatch, mount_table, kind, mapping, maps
-):
+MAPPED = [("ext4", "auto"), (None, "auto"), ("nfs4", "always")]
+
+
+@pytest.mark.parametrize(("kind", "mapping"), [*MAPPED, ("nfs4", "auto"), ("ext4", "never")])
+def test_chunks_on_a_network_file_system_are_read_not_mapped(path, monkeypatch, mount_table, kind, mapping):
     """What is read is the same either way, and arrays that were handed out keep their rows."""
-    with writing(path) as table:
-        put_pending(table)
+    make(path, range(11))
     mount_table(kind)
     mapped, real = [], mmap.mmap
     monkeypatch.setattr(mmap, "mmap", lambda *a, **k: mapped.append(a) or real(*a, **k))
@@ -189,13 +178,12 @@ def test_chunks_on_a_network_file_system_are_read_not_mapped(
         kept = [table.read_chunk(chunk, "features") for chunk in range(3)]
         check_rows(table)
     np.testing.assert_array_equal(np.concatenate(kept), values(range(11))["features"])
-    assert bool(mapped) == maps
+    assert bool(mapped) == ((kind, mapping) in MAPPED)
 
 
 def test_resuming_on_a_network_file_system_maps_nothing(path, monkeypatch, mount_table):
     """Staged rows are proven, and derived arrays found, by reading as well."""
-    with writing(path) as table:
-        table.put(0, values(range(6)))
+    make(path, range(6))
     mount_table("nfs")
     monkeypatch.setattr(mmap, "mmap", None)
     with ZarrFeatureStore.create(path, MANIFEST) as store:
@@ -208,8 +196,7 @@ def test_resuming_on_a_network_file_system_maps_nothing(path, monkeypatch, mount
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(path, monkeypatch):
-    with writing(path) as table:
-        put_pending(table)
+    make(path, range(11))
     real, looks = os.dup, []
 
     def shrinks(fd):

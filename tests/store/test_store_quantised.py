@@ -5,13 +5,14 @@ import os
 import numpy as np
 import pytest
 from late import Late
-from store_cases import MANIFEST, NAME, content, edit, folder, writing
+from store_cases import MANIFEST, NAME, content, edit, files_below, folder, raises, writing
 
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store import Column, MemoryFeatureStore, TableSpec, ZarrFeatureStore
 
 zarr = Late("zarr")
 
+SIZES = [("float32", 8192), ("float16", 4096), ("int8", 2052), ("int4", 1028)]
 DTYPES = pytest.mark.parametrize("dtype", ["int8", "int4"])
 ROWS = np.random.default_rng(0).standard_normal((11, 5)).astype(np.float32)
 ROWS[4] = 0
@@ -71,19 +72,15 @@ def test_unwritten_and_padded_rows_are_told_from_all_others(path, dtype):
     assert np.isnan(np.frombuffer(content(folder(path, "features_scale", "c.2")), "<f4")[3])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "row_bytes"), [("float32", 8192), ("float16", 4096), ("int8", 2052), ("int4", 1028)]
-)
-def test_a_row_takes_the_bytes_that_it_says(path, dtype, row_bytes):
+@pytest.mark.parametrize(("dtype", "size"), SIZES)
+def test_a_row_takes_the_bytes_that_it_says(path, dtype, size):
     """On disk: the chunk files together, over the rows of a chunk."""
     spec = TableSpec(32, (Column("features", 2048, dtype),), 32)
     with writing(path, spec) as table:
         table.put(0, {"features": np.ones((32, 2048))})
-    chunks = [
-        os.path.join(at, name) for at, _, names in os.walk(folder(path)) for name in names if name[:2] == "c."
-    ]
-    assert sum(map(os.path.getsize, chunks)) == 32 * row_bytes
-    assert spec.row_bytes == row_bytes
+    chunks = [name for name in files_below(folder(path)) if os.path.basename(name)[:2] == "c."]
+    assert sum(map(os.path.getsize, chunks)) == 32 * size
+    assert spec.row_bytes == size
 
 
 @pytest.mark.parametrize("said", [2, None, "1"])
@@ -91,11 +88,8 @@ def test_rows_of_another_quantisation_are_refused(path, said):
     """Before a number is read."""
     fill(path, "int8")
     edit(folder(path, "zarr.json"), lambda record: record["columns"][0].update(quantisation=said))
-    with (
-        ZarrFeatureStore.open(path) as store,
-        pytest.raises(CorruptStoreError, match="quantisation of features is"),
-    ):
-        store.open_table(NAME)
+    with ZarrFeatureStore.open(path) as store:
+        raises(CorruptStoreError, "quantisation of features is", store.open_table, NAME)
 
 
 @pytest.mark.parametrize(("width", "rows"), [(16, 256), (2048, 256), (4096, 128), (100_000, 64)])

@@ -7,7 +7,7 @@ import os
 from unittest import mock
 
 import pytest
-from store_cases import MANIFEST, NAME, SPEC, finish, reading, sized, values, writing
+from store_cases import MANIFEST, NAME, SPEC, finish, grow, make, reading, sized, values, writing
 
 from trak_lite.errors import BusyError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -64,15 +64,15 @@ def for_writing(opened, path):
     return opened.enter_context(ZarrFeatureStore.open(path, "r+"))
 
 
+def sure(fact):
+    assert fact
+
+
 def a_reader_and_a_commit(path, opened):
     writer = opened.enter_context(writing(path))
     writer.put(0, values([0, 1, 2]))
     reader = opened.enter_context(reading(path))
-
-    def look():
-        assert reader.done()[:3].all()
-
-    return look, lambda: writer.put(3, values([3]))
+    return lambda: sure(reader.done()[:3].all()), lambda: writer.put(3, values([3]))
 
 
 def a_check_and_a_commit(path, opened):
@@ -87,52 +87,32 @@ def a_check_and_a_commit(path, opened):
     return check, lambda: writer.put(10, values([10]))
 
 
-def grown(path, num_rows):
-    with ZarrFeatureStore.open(path, "r+") as store:
-        store.grow_table(NAME, num_rows)
-
-
 def a_reader_and_the_filling_of_the_last_chunk(path, opened):
     """The rows of the old commit are neither in the row log, which is gone, nor in files that match the old record."""
-    with writing(path) as table:
-        table.put(0, values(range(11)))
-    grown(path, 12)
+    make(path, range(11))
+    grow(path, 12)
     writer, reader = for_writing(opened, path).open_table(NAME), opened.enter_context(reading(path))
-
-    def look():
-        assert reader.done()[:11].all()
-
-    return look, lambda: writer.put(11, values([11]))
+    return lambda: sure(reader.done()[:11].all()), lambda: writer.put(11, values([11]))
 
 
 def an_opening_and_a_growth(path, opened):
     """A writer that knows the old size must leave the rows of the last chunk, which are in a row log, alone."""
-    with writing(path) as table:
-        table.put(0, values(range(11)))
+    make(path, range(11))
     store = for_writing(opened, path)
-
-    def look():
-        assert store.open_table(NAME).pending().tolist() in ([], [11])
-
-    return look, lambda: grown(path, 12)
+    return lambda: sure(store.open_table(NAME).pending().tolist() in ([], [11])), lambda: grow(path, 12)
 
 
 def two_growths(path, opened):
     """A table that has grown does not become smaller again."""
-    with writing(path) as table:
-        table.put(0, values(range(11)))
+    make(path, range(11))
     store = for_writing(opened, path)
     store.open_table(NAME)
 
-    def look():
-        with reading(path) as table:
-            assert table.spec.num_rows == 20
+    def grow_more():
+        grow(path, 20)
+        opened.callback(lambda: sure(ZarrFeatureStore.open(path).open_table(NAME).spec.num_rows == 20))
 
-    def grow():
-        grown(path, 20)
-        opened.callback(look)
-
-    return lambda: store.grow_table(NAME, 15), grow
+    return lambda: store.grow_table(NAME, 15), grow_more
 
 
 def two_puts(path, opened):
@@ -155,8 +135,7 @@ def a_commit_and_an_opening(path, opened):
 
 
 def two_drops(path, opened):
-    with writing(path) as table:
-        table.put(0, values(range(11)))
+    make(path, range(11))
     store, other = for_writing(opened, path), for_writing(opened, path)
     return lambda: store.drop_table(NAME), lambda: other.drop_table(NAME)
 

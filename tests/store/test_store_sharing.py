@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import store_cases as cases
-from store_cases import LONG, SPEC, check_all, finish, open_for_writing, open_remote, sized, values, writing
+from store_cases import LONG, SPEC, check_all, finish, open_for_writing, raises, sized, values, writing
 
 from trak_lite.errors import BusyError, HeldHereError, StateError, StoreError
 from trak_lite.parallel import sharing
@@ -58,8 +58,7 @@ def test_a_held_chunk_is_free_when_its_holder_is_dead(path, table, victims):
     holder = victims.start("hold", path, 2, 1)
     until(lambda: table.done()[16])
     for use in (lambda: table.claim(2).__enter__(), lambda: table.put(17, values([17], LONG))):
-        with pytest.raises(BusyError, match=rf"pid {holder} on"):
-            use()
+        raises(BusyError, rf"pid {holder} on", use)
     os.kill(holder, signal.SIGKILL)
     victims.wait(holder)
     with table.claim(2) as pending:
@@ -95,11 +94,8 @@ def test_a_table_is_opened_once_per_store(path):
 def test_a_lock_ends_also_if_the_log_cannot_be_looked_at(path, table):
     claimed = table.claim(0)
     claimed.__enter__()
-    with (
-        mock.patch("os.fstat", side_effect=OSError(errno.EIO, "broken")),
-        pytest.raises(OSError, match="broken"),
-    ):
-        claimed.__exit__(None, None, None)
+    with mock.patch("os.fstat", side_effect=OSError(errno.EIO, "broken")):
+        raises(OSError, "broken", claimed.__exit__, None, None, None)
     with writing(path, LONG) as other, other.claim(0) as pending:
         assert len(pending) == LONG.chunk_rows
 
@@ -126,8 +122,7 @@ def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
         with table.claim(0):
             pass
         cases.overwrite(cases.row_log(path, 0), b"")
-        with writing(path) as other:
-            other.put(2, values([2]))
+        cases.make(path, [2])
         with table.claim(0) as pending:
             assert pending.tolist() == [0, 1, 3]
             assert cases.done_rows(path) == [2]
@@ -135,21 +130,13 @@ def test_what_a_writer_remembers_of_a_log_ends_with_the_log(path):
     finish(path)
 
 
-def test_a_chunk_that_cannot_be_looked_at_is_let_go(path, monkeypatch):
+def test_a_chunk_that_cannot_be_looked_at_is_let_go(path):
     """Also while the error is kept, as it is in a notebook."""
-    real = os.lstat
-
-    def broken(name, *args, **options):
-        if "c.0" in os.path.basename(name):
-            raise OSError(errno.EIO, "broken")
-        return real(name, *args, **options)
-
+    broken = "lstat", lambda name: "c.0" in os.path.basename(name), OSError(errno.EIO, "broken")
     with writing(path) as table, writing(path) as other:
         table.put(0, values([0]))
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "lstat", broken)
-            with pytest.raises(StoreError, match="broken") as kept:
-                table.claim(0).__enter__()
+        with cases.failing_for(*broken), pytest.raises(StoreError, match="broken") as kept:
+            table.claim(0).__enter__()
         other.put(1, values([1]))
         assert kept.value
     finish(path)
@@ -184,8 +171,7 @@ def test_a_commit_record_cut_off_by_ctrl_c_hides_no_later_one(path, monkeypatch)
         return written
 
     monkeypatch.setattr(os, "pwrite", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        table.put(0, values(range(8), LONG))
+    raises(KeyboardInterrupt, None, table.put, 0, values(range(8), LONG))
     assert not table.done().any()
     table.put(8, values(range(8, 16), LONG))
     assert np.flatnonzero(table.done()).tolist() == list(range(8, 16))
@@ -347,12 +333,8 @@ def test_batches_never_reach_over_a_chunk_and_keep_their_place_when_rows_are_mis
 
 
 def test_a_chunk_that_another_machine_commits_while_its_batches_are_computed_is_left_to_it(path):
-    pytest.importorskip("obstore", reason="obstore is not installed")
-    with (
-        open_remote(path, staging="one") as (_, mine),
-        open_remote(path, staging="two") as (_, theirs),
-        shared(mine, 2) as work,
-    ):
+    one, two = (cases.open_remote(path, staging=name) for name in ("one", "two"))
+    with one as (_, mine), two as (_, theirs), shared(mine, 2) as work:
         for batches in work.rounds():
             drawn = iter(batches)
             ahead = [next(drawn), next(drawn)]
@@ -368,5 +350,4 @@ def test_rows_that_are_done_by_a_mistake_of_the_caller_are_still_refused(table):
     with shared(table, 4) as work:
         rows = next(iter(next(work.rounds())))
         work.put(rows, values(rows, LONG))
-        with pytest.raises(StateError, match="done already"):
-            work.put(rows, values(rows, LONG))
+        raises(StateError, "done already", work.put, rows, values(rows, LONG))
