@@ -1,7 +1,5 @@
 """Models of as many modules as published ones have: names and keys in the store do not grow with their number."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -47,7 +45,6 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_p
     attributor.featurize(data)
     scores = attributor.score(small_data(3), name="t")
     plain = attributor.score(small_data(3), name="t", method="GradDot")
-
     assert attributor.layout.width == 2 * DEPTH
     stored = attributor.scores("t", dense=False, method="GradDot")
     np.testing.assert_allclose(stored.top(4, target=0).scores, np.sort(plain.numpy()[:, 0])[::-1], rtol=1e-4)
@@ -101,7 +98,6 @@ def test_messages_about_checkpoints_do_not_grow_with_their_number(tmp_path):
         small_data(4), states
     )
     opened = Attributor.open(tmp_path / "run.zarr", nn.Linear(2, 2))
-
     with pytest.raises(StateError, match=r"\) and 20 more are needed"):
         opened.score(small_data(3))
     with pytest.raises(InvalidInputError, match=r"ckpt-9 \(9\) and 20 more"):

@@ -4,8 +4,6 @@ The failures are real ones: each is caused in the place named by the test, in a 
 process is needed.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -88,7 +86,6 @@ def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(engine, 
 def test_rows_done_before_a_shortage_are_kept_and_the_others_are_right(passes, tmp_path):
     with pytest.raises(ShortageError):
         attributor(tmp_path / "a.zarr", Failing(no_memory, passes)).featurize(Rows(TRAIN, batch_size=8))
-
     assert finished(tmp_path / "a.zarr").tobytes() == finished(tmp_path / "b.zarr").tobytes()
 
 
@@ -117,7 +114,6 @@ def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
         process.start()
         process.join()
         outcomes.append(report.read_text())
-
     short = [outcome for outcome in outcomes if outcome != "finished"]
     assert outcomes[-1] == "finished"
     assert len(short) > 1
@@ -139,7 +135,6 @@ class KilledLoading(Dataset[Any]):
 
 def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path):
     loader = DataLoader(KilledLoading(), batch_size=8, num_workers=1, multiprocessing_context="fork")
-
     with pytest.raises(WorkerLostError, match="num_workers"):
         attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto").featurize(
             Rows(loader, name="mine")

@@ -1,11 +1,7 @@
 """Columns of the train data against plain loops: labels, filters, weights."""
 
-from __future__ import annotations
-
 import datetime
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from trak_lite.data.columns import Column, column_of, columns_of, wanted_rows, w
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
 pytestmark = pytest.mark.quick
-
 SOURCES = ["web", "book", "web", "code", "book"]
 YEARS = [2021, 2022, 2022, 2021, 2022]
 COLUMNS = columns_of({"source": SOURCES, "year": torch.tensor(YEARS)}, 5, "columns")
@@ -113,7 +108,7 @@ def test_a_missing_value_is_a_label(values, labels, value, found):
         assert np.flatnonzero(column.matches(value)).tolist() == found
 
 
-def peak_of(call: Callable[[], Any]) -> tuple[Any, int]:
+def peak_of(call):
     tracemalloc.start()
     try:
         return call(), tracemalloc.get_traced_memory()[1]
@@ -140,7 +135,7 @@ class Table:
 
     column_names = ("source", "year")
 
-    def __getitem__(self, name: str) -> list[Any]:
+    def __getitem__(self, name):
         return {"source": SOURCES, "year": YEARS}[name]
 
 
@@ -160,16 +155,13 @@ DAY = datetime.date(2024, 1, 1)
     ("message", "data"),
     [
         ("columns must be a mapping of names to one value per row.* got list", SOURCES),
-        (
-            r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
-            {"source": SOURCES[:4]},
-        ),
+        (r"'source' must hold one label for each of 5, got an array of shape \(4,\)", {"source": SOURCES[:4]}),
         (TYPES, {"source": ["web", None, 3, "b", "c"]}),
         (TYPES, {"day": [DAY, None, None, None, None]}),
         (TYPES, {"source": ["web", 2, 3, 4, 5]}),
         ("'ids' must hold one label for each row, got lists", {"ids": [[1], [1, 2], [3], [4], [5]]}),
     ],
-)
+)  # fmt: skip
 def test_columns_that_are_not_one_label_per_row_are_refused(message, data):
     with pytest.raises(InvalidInputError, match=message):
         columns_of(data, 5, "columns")

@@ -6,13 +6,12 @@ import gc
 import multiprocessing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny_runs
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
@@ -23,15 +22,15 @@ from trak_lite.errors import InvalidInputError
 class Counting(tiny_runs.Counting):
     """Ten samples that remember which of them were loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(TensorDataset(torch.arange(10.0)[:, None], torch.arange(10) % 3))
 
 
-def plan(*rows: list[int]) -> list[np.ndarray]:
+def plan(*rows):
     return [np.array(part) for part in rows]
 
 
-def inputs(rows: Rows, *parts: list[int]) -> list[list[float]]:
+def inputs(rows, *parts):
     return [batch[0].flatten().tolist() for _, batch in rows.batches(plan(*parts))]
 
 
@@ -50,10 +49,10 @@ def test_only_planned_rows_are_loaded_and_in_order():
 @pytest.mark.quick
 def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch):
     """They give the same rows; one batch is worth no worker."""
-    made: list[DataLoader[Any]] = []
+    made = []
     start = DataLoader.__iter__
 
-    def recorded(loader: DataLoader[Any]) -> Any:
+    def recorded(loader):
         made.append(loader)
         return start(loader)
 
@@ -69,7 +68,7 @@ def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch):
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(range(3))
 
 
@@ -111,10 +110,10 @@ def test_rows_that_do_not_exist_are_refused(indices):
 
 
 def test_identity_tells_other_samples_other_order_and_other_length_apart():
-    def identity(tensor: Tensor, **given: Any) -> dict[str, Any]:
+    def identity(tensor, **given):
         return Rows(TensorDataset(tensor), **given).identity()
 
-    def one(text: str = "a", pixel: int = 1, mapping: Any = None) -> dict[str, Any]:
+    def one(text="a", pixel=1, mapping=None):
         pixels = np.array([pixel], dtype=np.uint16)
         return Rows([(Sample(text, pixels), mapping or {"k": [1, None]})]).identity()
 
@@ -139,11 +138,11 @@ def test_a_name_for_the_data_spares_loading_any_row():
 class Exhausted(Counting):
     """Ten samples of which the one in place 7 raises."""
 
-    def __init__(self, error: type[BaseException] = StopIteration) -> None:
+    def __init__(self, error=StopIteration):
         super().__init__()
         self.error = error
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         if index == 7:
             raise self.error
         return super().__getitem__(index)
@@ -152,15 +151,15 @@ class Exhausted(Counting):
 class ExhaustedBatches(Exhausted):
     """The same, of a dataset that loads a whole batch at once."""
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
-def exhausted_collation(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+def exhausted_collation(samples):
     return next(sample[1] for sample in samples if sample[0] > 8)
 
 
-def exhausted_worker(worker: int) -> None:
+def exhausted_worker(worker):
     raise StopIteration
 
 
@@ -215,12 +214,12 @@ def test_samples_of_other_lengths_name_what_is_missing():
 class Opened(Counting):
     """A dataset that each worker prepares for itself."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         assert get_worker_info().dataset is self
         return torch.tensor(float(self.opened_by)), torch.tensor(index)
 
 
-def name_the_dataset(worker: int) -> None:
+def name_the_dataset(worker):
     get_worker_info().dataset.opened_by = worker
 
 
@@ -229,7 +228,7 @@ def test_a_worker_finds_the_users_dataset_in_its_info():
     assert inputs(rows, [3], [4, 5]) == [[0.0], [0.0, 0.0]]
 
 
-def with_shared(shared: Any, samples: list[Any]) -> dict[str, Any]:
+def with_shared(shared, samples):
     """A batch with something that its samples share."""
     return {"x": torch.stack([sample[0] for sample in samples]), "shared": shared}
 
@@ -239,7 +238,6 @@ def test_a_tensor_that_all_samples_share_is_not_divided_among_as_many(num_worker
     data = TensorDataset(torch.arange(12.0).reshape(6, 2))
     collate = partial(with_shared, torch.tensor([0.7, 0.2, 0.1]))
     rows = Rows(DataLoader(data, batch_size=3, collate_fn=collate, num_workers=num_workers))
-
     with pytest.raises(InvalidInputError, match=r"tensor of shape \(3,\).* all samples share it"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
 
@@ -271,7 +269,6 @@ def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they
     torch.manual_seed(0)
     rows = Rows(samples(), collate=collate, name="rows")
     found = [batch for _, batch in rows.batches(plan([0, 1], [2, 3]))]
-
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -307,7 +304,6 @@ def test_a_collate_function_that_reorders_its_samples_is_refused(collate, num_wo
     samples = [{"x": torch.arange(float(length + 1))} for length in (7, 5, 1, 1, 3, 2)]
     samples[0]["x"][0] = torch.nan
     rows = Rows(DataLoader(samples, batch_size=3, collate_fn=collate, num_workers=num_workers), name="texts")
-
     with pytest.raises(InvalidInputError, match="changes the order of its samples"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
 
@@ -337,7 +333,6 @@ def test_a_collate_function_may_number_draw_and_repeat(collate):
     expected = collate(samples)
     torch.manual_seed(0)
     ((_, found),) = Rows(samples, collate=collate, name="texts").batches(plan(range(6)))
-
     torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,10 +60,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(8, width)
         self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+            nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width),
+        )  # fmt: skip
         self.head = nn.Linear(width, TOKENS, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -101,7 +99,7 @@ class Contrastive(nn.Module):
         return functional.normalize(image, dim=-1), functional.normalize(text, dim=-1), self.scale.exp()
 
 
-def collate_text(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+def collate_text(rows):
     """Return sequences whose first label is not predicted."""
     ids = torch.stack([row[0] for row in rows])
     return {"input_ids": ids, "labels": ids.where(torch.arange(ids.shape[1], device=ids.device) > 1, -100)}
@@ -118,11 +116,11 @@ class Case:
     collate: Any = None
 
 
-def _perceptron(outputs: int) -> nn.Module:
+def _perceptron(outputs):
     return nn.Sequential(nn.Linear(10, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, outputs))
 
 
-def make(name: str) -> Case:
+def make(name):
     """Return a case, the same at every call, on the CPU."""
     generator = torch.Generator().manual_seed(1)
 

@@ -1,7 +1,5 @@
 """Runs of the product on a device, and what they are compared by."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from device_models import make

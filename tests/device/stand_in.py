@@ -1,7 +1,5 @@
 """Makes torch's PrivateUse1 the stand-in accelerator; once per process, which should therefore be one's own."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -16,7 +14,7 @@ import torch
 SOURCE = Path(__file__).with_name("stand_in.cpp")
 
 
-def why_unbuildable() -> str | None:
+def why_unbuildable():
     """Return why the stand-in cannot be compiled here, or None."""
     if not sys.platform.startswith("linux"):
         return "the stand-in accelerator is compiled on Linux only"
@@ -25,7 +23,7 @@ def why_unbuildable() -> str | None:
     return None
 
 
-def built(folder: Path) -> Path:
+def built(folder):
     """Return the compiled library; one process compiles it, the others wait."""
     text = SOURCE.read_bytes() + torch.__version__.encode()
     library = folder / f"stand_in-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -128,7 +126,7 @@ class Module(types.ModuleType):
             self.ops.seed(index, seed)
 
 
-def load(library: Path) -> Module:
+def load(library):
     """Load the library and name its device; return ``torch.stand_in``."""
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("stand_in")

@@ -1,7 +1,5 @@
 """Trainings that are repeated and replayed, and what is made of their scores, on a device and on the CPU."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

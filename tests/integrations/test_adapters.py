@@ -1,7 +1,5 @@
 """Checkpoints of PEFT: each active adapter gets its own weights, and they mean what they meant when they were saved."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -74,9 +72,7 @@ def test_active_adapters_get_their_own_weights_from_a_folder(tmp_path, names, ac
     """New targets are scored with them, too: the store names the file, which may be missing beside the folders."""
     saved, model = (adapted(*names, active=active, scale=scale) for scale in (1.0, 2.0))
     saved.save_pretrained(tmp_path / "run" / "checkpoint-1", selected_adapters=kept)
-
     check_rows(tmp_path, model, tmp_path / "run", saved)
-
     again = attributor_of(tmp_path / "again", saved)
     again.featurize(ROWS)
     np.testing.assert_array_equal(
@@ -87,7 +83,6 @@ def test_active_adapters_get_their_own_weights_from_a_folder(tmp_path, names, ac
 def test_an_adapter_of_another_name_is_taken_for_the_only_one(tmp_path):
     saved = adapted("b")
     saved.save_pretrained(tmp_path / "run" / "checkpoint-1")
-
     check_rows(tmp_path, adapted("default", scale=2.0), tmp_path / "run", saved)
 
 
@@ -105,7 +100,6 @@ def test_an_adapter_that_was_not_saved_is_refused(tmp_path, active, moved, folde
     model.save_pretrained(tmp_path / "checkpoint-1")
     if moved:
         shutil.move(tmp_path / "checkpoint-1" / moved, tmp_path / "elsewhere")
-
     with pytest.raises(
         CheckpointError, match=r"has the adapters \['default', 'b'\], and .* active. Found \['/"
     ):
@@ -126,7 +120,6 @@ def test_settings_that_change_what_an_adapter_computes_are_those_of_its_file(tmp
     saved = adapted("default")
     saved.save_pretrained(tmp_path / "a")
     model = adapted("default", scale=2.0, **here)
-
     if match is None:
         check_rows(tmp_path, model, tmp_path / "a", saved)
         return
@@ -141,7 +134,6 @@ def test_settings_that_an_old_version_did_not_save_are_not_compared(tmp_path):
     saved.save_pretrained(tmp_path / "a")
     config = tmp_path / "a" / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": "LORA", "alpha_pattern": None, "lora_alpha": 4.0}))
-
     check_rows(tmp_path, adapted("default", scale=2.0, use_rslora=True), tmp_path / "a", saved)
     config.write_text("[1]")
     with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
@@ -151,7 +143,6 @@ def test_settings_that_an_old_version_did_not_save_are_not_compared(tmp_path):
 def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(tmp_path):
     saved = adapted("default")
     state = copy.deepcopy(peft.get_peft_model_state_dict(saved))
-
     check_rows(tmp_path, adapted("default", scale=2.0), [state], saved)
     with pytest.raises(CheckpointError, match=r"without its name, .* adapters \['default', 'b'\]"):
         attributor_of(tmp_path, adapted("default", "b")).featurize(ROWS, [state])

@@ -1,7 +1,5 @@
 """Lightning: rows of every saved checkpoint against a plain loop, and training that does not notice it is watched."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import partial
@@ -25,7 +23,6 @@ pl = pytest.importorskip(
 from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
 
 zarr = Late("zarr")
-
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
@@ -110,11 +107,9 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
     module = built()
     attributed = module.model if inside else module
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **EXACT)
-
     saver = keeping_all(tmp_path, **settings)
     fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=3)
     scores = attributor.score(ROWS, name="itself", method="GradDot")
-
     files = in_order(tmp_path)
     assert len(files) == 3
     assert scores.shape == (12, 12)
@@ -137,7 +132,6 @@ def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path):
         fit(module, folder, keeping_all(folder, every_n_train_steps=2), *more, epochs=3)
         modes = [part.training for part in module.modules()]
         found.append((random_states(), modes, [p.tolist() for p in module.parameters()]))
-
     assert found[0] == found[1]
 
 
@@ -156,7 +150,6 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
         trained_again(None, 2)
     with pytest.warns(UserWarning, match=again):
         trained_again(file, 3)
-
     rows = expected_rows(torch.load(file, weights_only=True)["state_dict"])
     np.testing.assert_allclose(stored_rows(tmp_path / "a.zarr", 2), rows, rtol=1e-5, atol=1e-6)
     file.unlink()
@@ -167,7 +160,6 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
 def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path):
     file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
     torch.save({"state_dict": state, "hyper_parameters": {"setting": Digits}}, file)
-
     with pytest.raises(CheckpointError, match="without running code from them"):
         lightning.ckpt_weights(file, prefix="model.")
     found = lightning.ckpt_weights(file, prefix="model.", weights_only=False)
@@ -190,11 +182,9 @@ def elsewhere(module, saver):
 NEVER = {
     "parameters of the attributor's Digits": lambda module, saver: of(built()),
     "a model without the Sequential of the attributor": lambda module, saver: of(nn.Sequential(module.model)),
-    "runs on cuda, but the model is trained on cpu": lambda module, saver: of(
-        module, device=torch.device("cuda")
-    ),
+    "runs on cuda, but the model is trained on cpu": lambda module, saver: of(module, device=torch.device("cuda")),
     r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path": elsewhere,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", NEVER)
@@ -220,9 +210,7 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path, inside):
     attributed = module.model if inside else module
     settings = {**EXACT, "method": "GradDot", "normalize": "adam"}
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **settings)
-
     fit(module, tmp_path, keeping_all(tmp_path), lightning.FeaturizeCallback(attributor, ROWS))
-
     files = in_order(tmp_path)
     for number, file in enumerate(files):
         content = torch.load(file, weights_only=True)
@@ -256,13 +244,11 @@ def test_rows_are_captured_in_the_training_of_a_module(tmp_path):
     for each in (plain, module):
         each.__class__, each.seen = Capturing, []
     attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
-
     torch.manual_seed(1)
     fit(plain, tmp_path, rows=numbered, epochs=1)
     torch.manual_seed(1)
     with attributor.capture(ROWS, "epoch-0") as module.capture:
         fit(module, tmp_path, rows=numbered, epochs=1)
-
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
     found = stored_rows(tmp_path / "a.zarr", 0)
     assert len(module.seen) == 3

@@ -1,16 +1,13 @@
 """TRL: f, q and gradients of every row against the trainer's own loss, and against plain loops in float64."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import hub_models as hub
 import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, datasets, gradients_of, peft, spread, transformers
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite import Documents
 from trak_lite.errors import InvalidInputError
@@ -78,7 +75,7 @@ class Recording(HookGradientComputer):
     """Keeps the last batch, its gradients of f by parameter ``(B, P)``, and f, q and w, in the model's dtype."""
 
     def stream_gradients(self, batch, consume):
-        found: dict[str, Tensor] = {}
+        found = {}
 
         def keep(block):
             found[block.name] = block.dense()
@@ -118,11 +115,10 @@ def log_probs_of(model, prompt, answer):
 
 
 # Supervised fine-tuning
-
 PROMPTS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
 WHOLE = [{"text": row["prompt"] + row["chosen"]} for row in PAIRS]
 TALKS = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:]}]
-SFT: dict[str, tuple[list[Any], dict[str, Any], list[int]]] = {
+SFT = {
     "completion": (PROMPTS, {}, [7, 8, 9, 2]),
     "prompt and completion": (PROMPTS, {"completion_only_loss": False}, [5, 6, 7, 8, 9, 2]),
     "text": (WHOLE, {}, [5, 6, 7, 8, 9, 2]),
@@ -154,7 +150,6 @@ def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build
 
     compare_with_loss(trainer, kept, loss_of)
     batch, f = compare_with_loss(trainer, kept, lambda row: -hub.output_of(trainer.model, kept[row]), 1e-9)
-
     assert batch["labels"][0][batch["labels"][0] != IGNORED].tolist() == labelled
     plain = torch.stack([hub.output_of(trainer.model, row) for row in kept])
     torch.testing.assert_close(f, plain, **precise(trainer.model))
@@ -230,10 +225,8 @@ def test_texts_of_packed_rows_and_of_padding_free_batches_are_rows(build, strate
     settings = {"max_length": None, "padding_free": True}
     if strategy is not None:
         settings = {
-            "max_length": 8 if strategy == "bfd" else 5,
-            "packing": True,
-            "packing_strategy": strategy,
-        }
+            "max_length": 8 if strategy == "bfd" else 5, "packing": True, "packing_strategy": strategy,
+        }  # fmt: skip
     trainer = trainer_of("SFT", spread(build), PROMPTS, tmp_path, **settings)
     packed = trainer.train_dataset
     documents = Documents(packed) if strategy else packed
@@ -294,7 +287,6 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
     attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
     trainer.add_callback(huggingface.FeaturizeCallback(attributor, trainer.train_dataset))
     trainer.train()
-
     for number, step in enumerate((2, 4)):
         folder = tmp_path / "out" / f"checkpoint-{step}"
         saved = peft.PeftModel.from_pretrained(hub.made(hub.llama), folder, is_trainable=True)
@@ -303,8 +295,6 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
 
 
 # Preferences
-
-
 def reference_of(model, rows):
     with torch.no_grad():
         return {
@@ -318,7 +308,7 @@ def reference_of(model, rows):
 @pytest.mark.parametrize("precomputed", [True, False])
 @pytest.mark.parametrize("build", [hub.gpt2, hub.llama, hub.lora])
 def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, tmp_path):
-    settings: dict[str, Any] = {"beta": 0.3, "precompute_ref_log_probs": precomputed}
+    settings = {"beta": 0.3, "precompute_ref_log_probs": precomputed}
     if build is hub.lora:  # the reference is the model without the new adapter
         other = None
         adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
@@ -358,11 +348,9 @@ def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references
         huggingface.attributor_from_trainer(trainer, None)
     rows = helpers.preference_rows(trainer)
     trainer.train()
-
     attributor = huggingface.attributor_from_trainer(trainer, None, rows=rows, proj_dim=32, progress=False)
     attributor.featurize(rows)
     targets = helpers.preference_rows(trainer, trainer.train_dataset.select([1, 2]))
-
     assert attributor.method.name == "GaussNewton"
     assert attributor.score(targets).shape == (3, 2)
     assert all("lora" in name for name in attributor.parameters)
@@ -379,9 +367,7 @@ def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path):
         for name, p in model.named_parameters():
             if ".default." in name:
                 p.mul_(1.5)
-
     again = helpers.preference_rows(trainer)
-
     assert model.active_adapter == "default"
     for name, column in expected.items():
         torch.testing.assert_close(
@@ -415,9 +401,8 @@ def test_reward_rows_are_the_trainers_loss(tmp_path):
 
 
 # Policy gradients
-
 QUESTIONS = [{"prompt": text} for text in ("w5 w6", "w5 w6 w10", "w3", "w9 w3")]
-GRPO: dict[str, dict[str, Any]] = {
+GRPO = {
     "dapo": {},
     "grpo": {"loss_type": "grpo"},
     "old policy": {"loss_type": "grpo", "num_iterations": 2, "epsilon_high": 0.3},
@@ -436,11 +421,8 @@ def rewarded(completions, **columns):
 
 def policy_trainer(build, folder, **settings):
     given = {
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 5,
-        "max_steps": 2,
-    }
+        "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2,
+    }  # fmt: skip
     model = spread(build)
     return trainer_of("GRPO", model, QUESTIONS, folder, reward_funcs=rewarded, **{**given, **settings})
 
@@ -470,7 +452,7 @@ def tokens_of(inputs, trainer, rows):
 )
 def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_path):
     trainer = policy_trainer(build, tmp_path, **GRPO[name])
-    batches: list[Any] = []
+    batches = []
     compute = trainer.compute_loss
     trainer.compute_loss = lambda model, inputs, **more: (
         batches.append(dict(inputs)) or compute(model, inputs, **more)
@@ -491,7 +473,6 @@ def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_pa
         return compute(trainer.model, alone) * tokens_of(alone, trainer, 1)
 
     batch, f = compare_with_loss(trainer, rows, loss_of)
-
     if (
         "old_logps" in batch
     ):  # without, the loss has the right gradient, and the value of minus the advantages
@@ -513,7 +494,6 @@ def test_recording_changes_nothing_and_rows_are_scored_from_end_to_end(tmp_path)
         assert trainer.compute_loss == own
         weights.append([p.tolist() for p in trainer.model.parameters()])
     assert weights[0] == weights[1]
-
     attributor = huggingface.attributor_from_trainer(trainer, None, rows=rows, proj_dim=32, progress=False)
     attributor.featurize(rows)
     assert len(rows) == 8
@@ -531,9 +511,7 @@ def test_masks_and_ratios_of_rollouts_are_kept():
         "importance_sampling_ratio": torch.tensor([[1.0, 0.5, 2.0], [3.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         "old_per_token_logps": -torch.arange(9.0).reshape(3, 3),
     }
-
     first, second = helpers.rollout_rows(inputs)  # the third has no token in the loss
-
     assert first["input_ids"].tolist() == [0, 5, 10, 11, 12]
     assert first["attention_mask"].tolist() == [0, 1, 1, 1, 1]
     assert first["labels"].tolist() == [IGNORED, IGNORED, 10, IGNORED, 12]
@@ -546,8 +524,6 @@ def test_masks_and_ratios_of_rollouts_are_kept():
 
 
 # Refusals
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -567,7 +543,6 @@ def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
     else:
         rows = PROMPTS if name == "SFT" else PAIRS
         trainer = trainer_of(name, spread(hub.lora), rows, tmp_path, **settings)
-
     with pytest.raises(InvalidInputError, match=message):
         huggingface.attributor_from_trainer(trainer, None)
 
@@ -612,7 +587,6 @@ def test_the_load_balancing_loss_of_experts_is_left_out_with_a_warning(tmp_path)
     model.set_experts_implementation("eager")  # the grouped product takes no float64
     trainer = trainer_of("SFT", model, PROMPTS, tmp_path)
     rows = trainer.train_dataset
-
     with pytest.warns(UserWarning, match=r"includes 0\.001 times the load-balancing loss"):
         huggingface.attributor_from_trainer(trainer, None, **EXACT)
     with warnings.catch_warnings(action="ignore"):

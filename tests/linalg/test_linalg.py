@@ -28,7 +28,6 @@ from trak_lite.methods import AbstractKernelMethod
 from trak_lite.types import FeatureLayout, Segment
 
 pytestmark = pytest.mark.quick
-
 NUM_ROWS, NUM_TARGETS, WIDTH, NUM_CHECKPOINTS = 300, 6, 7, 3
 JOINT = FeatureLayout.joint(WIDTH)
 SPLIT = FeatureLayout((Segment("conv", 0, 3), Segment("head", 3, 7)))
@@ -59,17 +58,13 @@ def solve(rows, targets, num_rows=NUM_ROWS, weights=None, **values):
 
 
 # ---- gram
-
-
 @given(cuts=st.lists(st.integers(0, NUM_ROWS), max_size=8))
 @settings(max_examples=40)
 def test_gram_is_the_sum_of_weighted_outer_products_with_the_same_bits_in_any_blocks(cuts):
     rows, weights = random_rows(), random_weights()
     bounds = [0, *sorted(cuts), NUM_ROWS]
     blocks = [rows[a:b].requires_grad_() for a, b in itertools.pairwise(bounds)]
-
     (matrix,) = gram(blocks, weights, layout=JOINT)
-
     assert torch.equal(matrix, joint_gram(rows, weights))
     assert not matrix.requires_grad
     assert torch.equal(rows, random_rows())
@@ -105,20 +100,16 @@ def test_a_gram_of_several_panels_is_whole_and_symmetric(width):
 
 
 # ---- damping and solves
-
-
 @pytest.mark.parametrize("num_rows", [NUM_ROWS, 4])
 def test_the_default_lambda_is_a_share_of_the_root_mean_square_of_eigenvalues(num_rows):
     """Of those that can be above zero: at most one per row, unless the matrix is a fitted Fisher information."""
     matrix = joint_gram(random_rows()[:num_rows])
     squares = np.square(np.linalg.eigvalsh(matrix.numpy()))
     expected = 0.2 * np.sqrt(squares[-num_rows:].mean())
-
     before = matrix.clone()
     kernel = factorise(matrix.tril(), KernelSettings(), num_rows=num_rows)  # reads only the lower triangle
     fisher = factorise(matrix, KernelSettings(weighting="fisher"), num_rows=num_rows)
     given = factorise(matrix, KernelSettings(damping=5.0, lambda_reg=0.25), num_rows=num_rows)
-
     assert torch.equal(matrix, before)
     assert kernel.lambda_reg == pytest.approx(expected, rel=1e-12)
     assert fisher.lambda_reg == pytest.approx(0.02 * np.sqrt(squares.mean()), rel=1e-12)
@@ -143,7 +134,6 @@ def test_a_singular_kernel_may_be_solved_by_its_pseudo_inverse(num_rows, rescale
     rows, targets = dependent_rows(num_rows), random_rows(3, seed=2)
     matrix, values = joint_gram(rows), KernelSettings(damping=0.0, rescale_inverse=rescale)
     kernel = factorise(matrix, values, num_rows=num_rows, allow_singular=True)
-
     assert kernel.is_pseudo_inverse
     assert kernel.width == WIDTH
     assert kernel.factor.shape == (WIDTH, min(num_rows, WIDTH - 1))
@@ -152,7 +142,6 @@ def test_a_singular_kernel_may_be_solved_by_its_pseudo_inverse(num_rows, rescale
     np.testing.assert_allclose(kernel.solve(targets).numpy(), targets.numpy() @ inverse, rtol=1e-7)
     expected = np.einsum("ij,jk,ik->i", targets.numpy(), inverse, targets.numpy())
     np.testing.assert_allclose(kernel.quadratic_form(targets).numpy(), expected, rtol=1e-7)
-
     damped = KernelSettings(damping=0.1, rescale_inverse=rescale)
     kernels = [factorise(matrix, damped, num_rows=num_rows, allow_singular=some) for some in (False, True)]
     assert torch.equal(*(kernel.solve(targets) for kernel in kernels))
@@ -191,7 +180,6 @@ def both_kernels(layout, count, values, **options):
 def test_a_kernel_of_few_rows_is_factorised_on_their_side_and_solves_the_same(count, sides, values):
     layout = FeatureLayout((Segment("wide", 0, 400), Segment("narrow", 400, 420)))
     kernels, expected, targets = both_kernels(layout, count, values)
-
     assert tuple(kernel.rows is not None for kernel in kernels) == sides
     assert [kernel.width for kernel in kernels] == [400, 20]
     for kernel, alone, segment in zip(kernels, expected, layout.segments, strict=True):
@@ -288,8 +276,6 @@ def test_settings_survive_json():
 
 
 # ---- products
-
-
 def random_tensors(*shape, seed, count=NUM_CHECKPOINTS):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, dtype=torch.float64, generator=generator) for _ in range(count)]
@@ -327,7 +313,6 @@ def test_scores_match_the_dense_reference(layout, values, num_rows):
     train, q, w = ([part[:num_rows] for part in parts] for parts in (TRAIN, Q, W))
     parts = [products(*one, layout=layout, settings=settings) for one in zip(train, w, TARGETS, strict=True)]
     scores = torch.stack(parts).mean(0) * torch.stack(q).mean(0)[:, None]
-
     expected = reference.kernel_scores(
         *([x.numpy() for x in arrays] for arrays in (train, q, w, TARGETS)),
         segments=[(s.start, s.stop) for s in layout.segments],
@@ -347,7 +332,6 @@ def test_rescaled_inverse_gives_the_scores_of_the_original_trak(lambda_reg):
         for g, t, r in zip(train, targets, matrices, strict=True)
     ]
     scores = torch.stack(parts).mean(0) * torch.stack(Q).mean(0)[:, None]
-
     arrays = ([x.numpy() for x in part] for part in (train, Q, targets, matrices))
     expected = reference.trak_scores(*arrays, lambda_reg=lambda_reg)
     np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-10, atol=1e-12)
@@ -390,7 +374,6 @@ def test_self_scores_are_the_diagonal_of_the_train_by_train_scores(layout, resca
     matrices = gram([TRAIN[0]], W[0], layout=layout)
     kernels = factorise_segments(matrices, settings, num_rows=NUM_ROWS, layout=layout)
     own = self_scores(TRAIN[0], kernels, layout=layout)
-
     dense = products(TRAIN[0], W[0], TRAIN[0], layout=layout, settings=settings)
     torch.testing.assert_close(own, dense.diagonal(), rtol=1e-10, atol=0.0)
     narrow = TRAIN[0].half()
@@ -419,8 +402,6 @@ def test_cosine_is_the_product_over_both_norms_and_zero_for_zero_rows(train, tar
 
 
 # ---- the best rows
-
-
 @st.composite
 def score_streams(draw):
     """A matrix of few distinct values (so that ties abound), cut into tiles in any order."""
@@ -471,8 +452,6 @@ def test_a_row_given_twice_is_refused_and_nothing_changes():
 
 
 # ---- errors
-
-
 def grammed(block, count=1, weights=None):
     return gram([block] * count, weights, layout=JOINT)
 

@@ -130,8 +130,6 @@ def test_what_cannot_be_retrained_is_refused(settings, seen, error):
 
 
 # ------------------------------------------------------------------------ the noise of seeds
-
-
 def test_the_ceiling_is_what_a_perfect_method_reaches():
     rng = np.random.default_rng(0)
     signal = rng.normal(size=(300, 1, 40))

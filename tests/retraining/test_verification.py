@@ -13,17 +13,8 @@ from tiny_runs import perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Scores, calibrate, calibrated_scores, token_scores, verify
+from trak_lite import Attributor, Scores, calibrate, calibrated_scores, evaluation, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
-from trak_lite.evaluation import (
-    Verdict,
-    bm25,
-    compare_datamodeling_scores,
-    linear_datamodeling_score,
-    seed_noise_ceiling,
-    subset_masks,
-    summed_scores,
-)
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
 from trak_lite.report import write_report
 from trak_lite.store import open_store
@@ -117,31 +108,29 @@ def held(trained):
 
 
 # ------------------------------------------------------------------------ verifying
-
-
 def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, tmp_path, monkeypatch):
     """It stays with the scores, and so do predictions of some targets; both are on a report of the opened store."""
     monkeypatch.setattr("trak_lite.retraining.verify._KEPT_TARGETS", 4)
     training, scores = Training(), attributor.scores("test")
     assert scores.verdict is None
     verdict = verify(scores, training, TARGETS, budget=6, seeds=(0, 1), alpha=0.4, subset_seed=3)
-
-    masks = subset_masks(N, 6, alpha=0.4, seed=3)
+    masks = evaluation.subset_masks(N, 6, alpha=0.4, seed=3)
     assert training.calls == [(np.flatnonzero(mask).tolist(), seed) for mask in masks for seed in (0, 1)]
     outputs = outputs_of(masks, (0, 1))
-    found = linear_datamodeling_score(scores.numpy(), masks, outputs.mean(axis=1), num_resamples=RESAMPLES)
+    found = evaluation.linear_datamodeling_score(
+        scores.numpy(), masks, outputs.mean(axis=1), num_resamples=RESAMPLES
+    )
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
     assert (verdict.lds.low, verdict.lds.high) == pytest.approx(found.interval, abs=1e-6)
-    assert verdict.ceiling == pytest.approx(seed_noise_ceiling(outputs).ceiling, abs=1e-6)
+    assert verdict.ceiling == pytest.approx(evaluation.seed_noise_ceiling(outputs).ceiling, abs=1e-6)
     assert (verdict.num_subsets, verdict.num_seeds, verdict.num_targets) == (6, 2, M)
     assert verdict.alpha == pytest.approx(0.4)
     opened = Attributor.open(tmp_path / "a.zarr", perceptron()).scores("test")
     assert opened.verdict == scores.verdict == verdict
     assert f"tested: LDS {verdict.lds} on 6 subsets x 2 seeds of 40% of the rows, {M} targets" in repr(opened)
-
     kept, some = opened.predictions, slice(None, None, 3)
     np.testing.assert_allclose(
-        kept.summed, summed_scores(scores.numpy().astype(float), masks)[:, some], rtol=1e-5
+        kept.summed, evaluation.summed_scores(scores.numpy().astype(float), masks)[:, some], rtol=1e-5
     )
     np.testing.assert_allclose(kept.retrained, outputs.mean(axis=1)[:, some], rtol=1e-4, atol=1e-5)
     assert attributor.scores("test", dense=False).predictions is None
@@ -181,11 +170,9 @@ def test_retrained_models_that_merge_weights_in_eval_mode_have_their_own_outputs
     attributor = Attributor(Merging(), "image_classification", None, **QUIET)
     attributor.featurize(TRAIN)
     scores = attributor.score(TARGETS)
-
     verify(scores, train, TARGETS, budget=3)
-
     labels, expected = TARGETS.tensors[1][:, None], []
-    for mask in subset_masks(N, 3):
+    for mask in evaluation.subset_masks(N, 3):
         torch.manual_seed(np.flatnonzero(mask).sum())
         logits = Merging().double()(TARGETS.tensors[0].double()).detach()
         others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
@@ -212,8 +199,10 @@ def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     name = "test" if featurized else "only-ekfac"
     scores = attributor.score(TARGETS, name, method="EKFAC")
     verdict = verify(scores, Training(), TARGETS, budget=4)
-    masks = subset_masks(N, 4)
-    found = linear_datamodeling_score(scores.numpy(), masks, outputs_of(masks)[:, 0], num_resamples=1)
+    masks = evaluation.subset_masks(N, 4)
+    found = evaluation.linear_datamodeling_score(
+        scores.numpy(), masks, outputs_of(masks)[:, 0], num_resamples=1
+    )
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
     assert attributor.scores(name, method="EKFAC").verdict == verdict
     first = "gradient dot product, no kernel" if featurized else "loss of the train row (its q)"
@@ -292,13 +281,10 @@ def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attribut
 
 
 # ------------------------------------------------------------------------ baselines
-
-
 def test_baselines_are_those_of_dense_features(attributor):
     texts = [f"row {i % 5} {i % 3}" for i in range(N)], [f"{j % 5} {j}" for j in range(M)]
     verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=8, texts=texts)
-
-    masks = subset_masks(N, 8)
+    masks = evaluation.subset_masks(N, 8)
     outputs = outputs_of(masks)[:, 0]
     with open_store(str(attributor.path)) as store:
         train, targets = (
@@ -314,20 +300,18 @@ def test_baselines_are_those_of_dense_features(attributor):
         sum(rows @ t.T for rows, t in zip(train, targets, strict=True)) * q[:, None],
         sum(unit(rows) @ unit(t).T for rows, t in zip(train, targets, strict=True)),
         np.tile(q[:, None], M),
-        bm25(*texts),
+        evaluation.bm25(*texts),
     ]
     scores = attributor.scores("test").numpy()
     assert [one.name[:4] for one in verdict.baselines] == ["grad", "near", "loss", "BM25"]
     for one, method in zip(verdict.baselines, methods, strict=True):
-        own = linear_datamodeling_score(method, masks, outputs, num_resamples=1)
+        own = evaluation.linear_datamodeling_score(method, masks, outputs, num_resamples=1)
         assert one.lds.mean == pytest.approx(own.mean, abs=1e-6)
-        lead = compare_datamodeling_scores(scores, method, masks, outputs, num_resamples=RESAMPLES)
+        lead = evaluation.compare_datamodeling_scores(scores, method, masks, outputs, num_resamples=RESAMPLES)
         assert (one.lead.mean, one.lead.low) == pytest.approx((lead.mean, lead.interval[0]), abs=1e-6)
 
 
 # ------------------------------------------------------------------------ calibration
-
-
 OTHER_KERNELS = [
     GaussNewton(damping=0.1, q="inside"),
     GaussNewton(damping=10.0, q="off"),
@@ -410,20 +394,20 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
     with pytest.raises(StateError, match="were not calibrated"):
         calibrated_scores(scores)
     verdict = verify(scores, Training(), TARGETS, budget=60, calibrate=True)
-    masks = subset_masks(N, 60)
+    masks = evaluation.subset_masks(N, 60)
     held_out, outputs = masks[1::2], outputs_of(masks[1::2])[:, 0]
     found = verdict.calibration
     assert (found.kept, found.num_held_out, found.across) == (True, 30, "subsets")
     assert found.gain.low > 0
     better = calibrated_scores(made.scores("test"))
     for one, matrix in ((found.default, scores.numpy()), (found.calibrated, better.numpy())):
-        lds = linear_datamodeling_score(
-            summed_scores(matrix, held_out), None, outputs, num_resamples=RESAMPLES
+        lds = evaluation.linear_datamodeling_score(
+            evaluation.summed_scores(matrix, held_out), None, outputs, num_resamples=RESAMPLES
         )
         assert one.mean == pytest.approx(lds.mean, abs=1e-3)
     assert found.calibrated.mean > found.default.mean + 0.05
     assert better.shape == (N, M)
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert evaluation.Verdict.from_json(verdict.to_json()) == verdict
     assert "calibrated kernel kept: gain" in str(made.scores("test"))
 
 
@@ -447,13 +431,11 @@ def test_a_verdict_says_in_a_sentence_what_follows():
     ahead, level, behind = (0.2, 0.1, 0.3), (0.1, -0.1, 0.3), (-0.2, -0.3, -0.1)
     said = {
         "No proven relation to retraining: do not act": verdict((0.1, -0.1, 0.3), ahead),
-        "predict retraining better than every baseline: act on sets of rows": verdict(
-            (0.5, 0.4, 0.6), ahead, ahead
-        ),
+        "predict retraining better than every baseline: act on sets of rows": verdict((0.5, 0.4, 0.6), ahead, ahead),
         "predict retraining: act on sets of rows": verdict((0.5, 0.4, 0.6)),
         "without a proven lead over baseline 1: use more subsets": verdict((0.5, 0.4, 0.6), ahead, level),
         "but baseline 1 does so better: use it": verdict((0.5, 0.4, 0.6), level, behind),
-    }
+    }  # fmt: skip
     for text, found in said.items():
         assert text in found.conclusion
         assert str(found).endswith(found.conclusion)

@@ -16,8 +16,6 @@ from trak_lite.methods import GaussNewton
 from trak_lite.store import open_store
 
 N, M, D, RIDGE = 120, 14, 5, 2.0
-
-
 EVERYTHING = np.arange(N)
 
 
@@ -90,8 +88,6 @@ def tried():
 
 
 # ------------------------------------------------------------------------ without trials
-
-
 def test_the_prediction_is_the_sum_of_scores():
     """Of any scores, by numbers or a mask; without retrainings there is no interval, and the text says why."""
     matrix = np.random.default_rng(0).normal(size=(10, 3))
@@ -179,7 +175,6 @@ def test_samples_that_cannot_be_compared_with_train_rows_are_not_refused(tmp_pat
     drawn_anew = Attributor(model(weights(EVERYTHING)), "regression", None, proj_dim=4, progress=False)
     drawn_anew.featurize(Drawn(*DATA.tensors))
     what_if(drawn_anew.score(ASKED), relabel=([3], Rows(Drawn(*DATA.tensors), indices=[3])))
-
     tokens = torch.randint(7, (20, 4), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     embedding = nn.Embedding(8, 3, dtype=torch.float32, device="cpu")
 
@@ -208,8 +203,6 @@ def test_levels_outside_0_and_1_are_refused_without_trials_too(level):
 
 
 # ------------------------------------------------------------------------ with trials
-
-
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
     settings = {"budget": 12, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
@@ -362,8 +355,6 @@ def test_damaged_trials_are_told_and_trials_go_with_their_scores(tmp_path):
 
 
 # ------------------------------------------------------------------------ repair
-
-
 def test_a_repair_is_the_smallest_set_whose_interval_reaches_the_goal(tried):
     target = 3
     order = np.argsort(-tried.numpy()[:, target], kind="stable")

@@ -1,7 +1,5 @@
 """Plans: what they count is what the run has, what they advise fits, and they leave nothing behind."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

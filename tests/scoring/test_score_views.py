@@ -1,7 +1,5 @@
 """Methods on the same stored rows, paths of dampings, standard errors and agreement, against plain NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 
@@ -59,9 +57,7 @@ def test_every_method_equals_its_definition(made, name, layout, q):
     itself = checkpoint_products(Drawn(rows.train, rows.train, rows.q, rows.w), name, joint=bool(layout))
     for weights in WEIGHTS.values():
         method = METHODS[name](q=q, checkpoint_weights=weights, **layout)
-
         scores = scores_of(made, rows.targets, method=method, dense=weights is not None)
-
         close(scores.numpy(), with_q(products, rows, q, weights))
         close(scores.self_influence(), np.diagonal(with_q(itself, rows, q, weights)))
 
@@ -75,10 +71,8 @@ def test_rows_of_several_tiles_are_scored_as_they_are_stored(method, dtype):
     if dtype == "float16":
         stored.targets = rows.targets.astype(dtype)
     expected = with_q(checkpoint_products(stored, method.name), rows, method.q)
-
     made = rows.attributor(dtype=dtype)
     scores = scores_of(made, rows.targets, method=method, dense=False)
-
     assert [table.spec.row_bytes for table in scores.source.train] == [made.row_bytes] * 2
     assert made.row_bytes == {"float32": 20, "float16": 10, "int8": 9, "int4": 7}[dtype] + 8
     for table, wanted in zip(scores.source.train, stored.train, strict=True):
@@ -114,7 +108,6 @@ def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, fact
     rows = drawn()
     rows.train[0, 3] *= factor
     table = scores_of(rows.attributor(dtype=dtype), rows.targets).source.train[0]
-
     np.testing.assert_array_equal(table.read("features"), rounded(rows.train[0], dtype))
     if factor > 1:
         with pytest.raises(PrecisionError, match=r"float16 cannot hold the features of rows \[3\]"):
@@ -130,9 +123,7 @@ def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_th
     made = rows.attributor(dtype=dtype, path=path, featurized=False)
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(rows.samples(), fail_at=290), name="train", batch_size=32), state)
-
     found = scores_of(rows.attributor(path, dtype=dtype), rows.targets).numpy()
-
     np.testing.assert_array_equal(found, scores_of(rows.attributor(dtype=dtype), rows.targets).numpy())
     opened = Attributor.open(path, Given(WIDTHS), GivenTerms())
     assert opened.dtype == dtype
@@ -154,7 +145,6 @@ def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_th
 def test_the_scale_of_the_features_changes_nothing(name, powers):
     """Also that of all: the output may be in other units."""
     scaled = drawn().scaled((2.0 ** powers[0], 2.0 ** powers[1])).scores(METHODS[name]())
-
     close(scaled.numpy(), with_q(checkpoint_products(drawn(), name), drawn(), scaled.method.q))
 
 
@@ -163,9 +153,7 @@ def test_the_scale_of_the_features_changes_nothing(name, powers):
 def test_a_path_of_dampings_equals_separate_solves(made, name, layout):
     rows, dampings = drawn(), [1e-3, 0.7, 1e3]
     scores = scores_of(made, rows.targets, method=METHODS[name](layout=layout))
-
     path = scores.damping_path(dampings)
-
     for found, damping in zip(path.numpy(), dampings, strict=True):
         products = checkpoint_products(rows, name, damping, joint=layout == "joint")
         expected = with_q(products, rows, scores.method.q)
@@ -177,7 +165,6 @@ def test_a_path_answers_for_one_target_and_for_the_best_rows(made):
     scores = scores_of(made, drawn().targets)
     path, some = scores.damping_path([0.1, 10]), scores.damping_path([0.1, 10], targets=slice(None, None, 2))
     dense = path.numpy()
-
     assert some.shape == (2, 20, 2)
     close(some.numpy(), dense[:, :, ::2])
     close(some.rows([5, 1]), dense[:, [5, 1], ::2])
@@ -195,9 +182,7 @@ def test_a_segment_without_signal_adds_nothing_at_any_damping():
     rows = drawn()
     rows.train[:, :, 3:] = 0
     alone = Drawn(rows.train[..., :3], rows.targets[..., :3], rows.q, rows.w, (3,))
-
     path = rows.scores().damping_path([0.5]).numpy()[0]
-
     close(path, with_q(checkpoint_products(alone, damping=0.5), rows, "outside"), 1e-6)
 
 
@@ -206,14 +191,10 @@ def test_a_segment_without_signal_adds_nothing_at_any_damping():
     [
         ("dampings is empty", lambda: drawn().scores().damping_path([]), InvalidInputError),
         ("finite number of at least 0", lambda: drawn().scores().damping_path([1, -1]), InvalidInputError),
-        (
-            "no kernel, so it has no damping",
-            lambda: drawn().scores(GradDot()).damping_path([1]),
-            InvalidInputError,
-        ),
+        ("no kernel, so it has no damping", lambda: drawn().scores(GradDot()).damping_path([1]), InvalidInputError),
         ("singular at lambda = 0", lambda: drawn(num_rows=2).scores().damping_path([0]), SingularKernelError),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_answer_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -246,9 +227,7 @@ def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name, q):
     rows = drawn(num_checkpoints=4)
     left = of_groups(rows, combinations(range(4), 3), name, q)
     expected = np.sqrt(3 / 4 * ((left - left.mean(0)) ** 2).sum(0))
-
     errors = rows.scores(METHODS[name](q=q)).standard_error()
-
     np.testing.assert_allclose(errors, expected, rtol=1e-3, atol=1e-6)
 
 
@@ -264,7 +243,6 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
         factors = np.stack([share * rows.q[m].astype(np.float64).sum(0) for m in members])[:, :, None]
     change = factors.mean(0) * (k - k.mean(0)) + k.mean(0) * (factors - factors.mean(0))
     expected = np.sqrt((change**2).sum(0) / (len(members) * (len(members) - 1)))
-
     scores = rows.scores(replace(DEFAULT, q=q))
 
     def check(found, wanted):
@@ -286,9 +264,7 @@ def test_reliability_ranks_what_each_run_alone_scores(q):
     rows.train[:, 3:9] = 0
     scores, alone = rows.scores(replace(DEFAULT, q=q)), of_groups(rows, MEMBERS, q=q).astype(np.float32)
     expected = mean_spearman(alone)
-
     found = scores.reliability(runs=RUNS, threshold=0.2)
-
     np.testing.assert_allclose(found.agreement, expected, atol=1e-12)
     positive = expected.clip(min=0)
     np.testing.assert_allclose(found.expected, 3 * positive / (1 + 2 * positive))
@@ -302,7 +278,6 @@ def test_checkpoints_that_say_the_same_have_no_error_and_agree():
     one = drawn(num_checkpoints=1)
     same = Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
     scores = same.scores()
-
     assert not scores.standard_error().any()
     np.testing.assert_allclose(scores.reliability().agreement, 1)
     np.testing.assert_allclose(scores.checkpoint_agreement(), 1)
@@ -311,11 +286,9 @@ def test_checkpoints_that_say_the_same_have_no_error_and_agree():
 def test_scores_without_an_order_agree_with_nothing():
     rows = drawn()
     rows.train[0] = 0
-
     with pytest.warns(UserWarning, match="Featurizing 0: all .* are zero"):
         scores = rows.scores(METHODS["GradDot"](q="off"))
     agreement = scores.checkpoint_agreement()
-
     np.testing.assert_array_equal(agreement[0, 1:], 0)
     assert agreement[1, 2] != 0
 
@@ -324,9 +297,7 @@ def test_subtracted_base_models_have_errors_over_runs():
     rows = drawn(num_checkpoints=4)
     k = checkpoint_products(rows)
     each = np.stack([2 * (k[0] - k[1]), 2 * (k[2] - k[3])])
-
     scores = rows.scores(replace(DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1)))
-
     expected = each.std(0, ddof=1) / np.sqrt(2)
     np.testing.assert_allclose(scores.standard_error(runs=[0, 0, 1, 1]), expected, rtol=1e-3, atol=1e-6)
 
@@ -342,7 +313,6 @@ def test_subtracted_base_models_have_errors_over_runs():
 )
 def test_groups_that_mean_nothing_are_refused(message, checkpoints, weights, runs):
     scores = drawn(num_checkpoints=checkpoints).scores(replace(DEFAULT, checkpoint_weights=weights))
-
     with pytest.raises(InvalidInputError, match=message):
         scores.standard_error(runs=runs)
     with pytest.raises(InvalidInputError, match=message):

@@ -1,7 +1,5 @@
 """Scores split over tokens, against one backward pass per token."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -92,14 +90,13 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target(output, se
     """By one forward pass for each target and checkpoint, or by the gradients of the tokens for all targets."""
     made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
     scores = made.score(TARGETS, method=GradDot(q="off"))
-    passes: list[int] = []
+    passes = []
     made.model.register_forward_pre_hook(lambda *_: passes.append(1))
     counts = []
     for targets in ([1], [1, 2]):
         del passes[:]
         found = token_scores(scores, Rows(TRAIN, batch_size=4), [4], targets=targets)[4]
         counts.append(len(passes))
-
     assert counts[1] - counts[0] == (len(WEIGHTS) if in_one_pass else 0)
     expected = np.zeros((LENGTH, 2))
     for model_id, weights in enumerate(WEIGHTS):
@@ -133,9 +130,7 @@ def test_tokens_add_up_to_the_score_of_their_row(plain, method):
     """And the model and the store stay as they were."""
     scores, weights = plain.score(TARGETS, method=method), copy.deepcopy(plain.model.state_dict())
     before = scores.numpy()
-
     found = token_scores(scores, TRAIN, range(N), targets=[2, 0, -2])
-
     close(np.stack([found[row].sum(0) for row in range(N)]), before[:, [2, 0, 1]])
     assert token_scores(scores, TRAIN, [1], targets=[])[1].shape == (LENGTH, 0)
     np.testing.assert_array_equal(plain.score(TARGETS, method=method).numpy(), before)
@@ -146,9 +141,7 @@ def test_labels_that_are_not_shifted_keep_their_place():
     task = CausalLanguageModelingModelOutput(shift=False)
     made = attributor(task=task)
     scores = made.score(TARGETS)
-
     found = token_scores(scores, TRAIN, [1])[1]
-
     assert np.flatnonzero(found.any(1)).tolist() == [0, 1, 3, 4, 5]
     close(found.sum(0), scores.numpy()[1])
 
@@ -209,30 +202,17 @@ def unit_rows():
 @pytest.mark.parametrize(
     ("said", "call", "error"),
     [
-        (
-            "divide train rows by their norms",
-            lambda s: token_scores(s("GradCos"), TRAIN, [0]),
-            InvalidInputError,
-        ),
+        ("divide train rows by their norms", lambda s: token_scores(s("GradCos"), TRAIN, [0]), InvalidInputError),
         ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
         ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
-        (
-            "'image_classification', whose output is not a sum",
-            lambda _: of_images("gap", task=gap),
-            InvalidInputError,
-        ),
-        *(
-            (
-                "rows must be whole numbers from 0 to 4",
-                lambda s, rows=rows: token_scores(s(), TRAIN, rows),
-                InvalidInputError,
-            )
-            for rows in ([], [N], [-1], [0.5])
-        ),
+        ("'image_classification', whose output is not a sum", lambda _: of_images("gap", task=gap),
+         InvalidInputError),
+        *(("rows must be whole numbers from 0 to 4", lambda s, rows=rows: token_scores(s(), TRAIN, rows),
+          InvalidInputError) for rows in ([], [N], [-1], [0.5])),
         ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
         ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_split_over_tokens_is_refused(plain, call, error, said):
     with pytest.raises(error, match=said):
         call(lambda method=None: plain.score(TARGETS, method=method))
@@ -276,9 +256,7 @@ def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method
     train = Rows(data, batch_size=1) if data is LENGTHS else Rows(data)
     made.featurize(train)
     scores = made.score(TARGETS)
-
     found = token_scores(scores, train, range(len(data)))
-
     summed = np.stack([found[row].sum(0) for row in range(len(data))])
     close(summed, scores.numpy(), tolerance, tolerance / 2)
 

@@ -1,7 +1,5 @@
 """Methods through the facade: stored rows are read again, never computed again; what is kept where; what is refused."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import re
@@ -52,11 +50,9 @@ def test_another_method_stores_no_gradient(made, method):
     before = made.score(targets, name=method.name).numpy()
     said = {key: value for key, value in method.to_json().items() if key != "name" and value is not None}
     said |= {"method": method.name, "checkpoints": 3}
-
     for dense in (True, False):
         data.loaded.clear()
         other = made.score(targets, name=method.name, dense=dense, method=method)
-
         assert len(data.loaded) == M, "the targets of one checkpoint are compared, nothing is computed anew"
         assert not np.allclose(other.numpy(), before)
         found = made.scores(method.name, dense=dense, method=method)
@@ -69,7 +65,6 @@ def test_another_method_stores_no_gradient(made, method):
 def test_settings_that_say_what_holds_anyway_give_the_same_table():
     made = featurized(layout="joint")
     first, joint = made.score(TARGETS, name="test"), {"name": "GaussNewton", "layout": "joint"}
-
     for method in (GaussNewton(damping=None, layout="joint", q="outside"), "gaussnewton", joint):
         assert made.score(TARGETS, name="test", method=method).location == first.location
     assert first.source.store.table_names("scores") == ["scores/test"]
@@ -80,10 +75,8 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     made = featurized(tmp_path / "a.zarr")
     by_default = made.score(TARGETS, name="test").numpy()
     expected = made.score(TARGETS, name="test", method="GradDot").numpy()
-
     opened = Attributor.open(tmp_path / "a.zarr", model())
     again = Attributor.open(tmp_path / "a.zarr", model(), method="GradDot")
-
     for dense in (True, False):
         np.testing.assert_array_equal(opened.scores("test", method="GradDot", dense=dense).numpy(), expected)
     for call in (lambda: again.scores("test"), lambda: again.score(TARGETS, name="test")):
@@ -113,7 +106,6 @@ def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same
         with pytest.raises(StateError, match=said):
             again.score(TARGETS, name="test", method=method, dense=dense, checkpoints=states())
     assert again.featurize(train, checkpoints=states()).rows_written == 0
-
     data.loaded.clear()
     first = again.score(TARGETS, name="test", method=method).numpy()
     assert len(data.loaded) >= 3 * N
@@ -209,7 +201,6 @@ def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(made, 
 
 def test_scores_that_were_never_made_are_asked_for_by_name(made):
     made.score(TARGETS, name="asked")
-
     with pytest.raises(StateError, match=r"no scores 'asked' made with GradDot\(q='inside'"):
         made.scores("asked", method="GradDot")
     view = made.score(TARGETS, name="only-a-view", method=GradCos(q="off"))
@@ -234,8 +225,6 @@ def test_gram_matrices_of_few_rows_are_summed_again_and_those_of_many_are_stored
 
 
 # Modules whose gradients are zero, or too small for float32, add nothing to scores
-
-
 class Faint(nn.Module):
     """Logits of two linear layers, of which one is scaled; a third one is dead."""
 
@@ -275,7 +264,6 @@ def test_scores_are_those_without_the_vanishing_modules(name, scale):
     if name in ("EKFAC", "CG", "GradCos"):
         found.append(made.stream_scores(TRAIN, TARGETS, method=method).numpy())
         found.append(made.score(TARGETS, refine=Refine(candidates=N, method=method)).numpy())
-
     assert np.isfinite(found).all()
     if name not in ("Fisher", "LiSSA", "GradCos"):  # labels, vectors or cosines that depend on all modules
         expected = faint(scale, grad_wrt="head.*").score(TARGETS, method=method).numpy()
@@ -292,7 +280,6 @@ def test_the_vanishing_modules_are_named_once(name, modules, options, caplog):
     made = faint(1e-21, seed=1)
     with caplog.at_level(logging.WARNING, "trak_lite"):
         made.score(TARGETS, method=METHODS[name], **options)
-
     (record,) = [one for one in caplog.records if "nothing" in one.message]
     assert all(module in record.message for module in modules)
     assert "head" not in record.message

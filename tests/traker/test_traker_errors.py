@@ -1,7 +1,5 @@
 """What TRAKer refuses, where code that was written for the original catches it, and not a byte changed on disk."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -115,13 +113,8 @@ STEPS = [
     ("partly", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, "with other weights: the stor"),
     ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, "0 was featurized with other wei"),
     ("loaded", lambda t: t.featurize(WRONG_LABEL, num_samples=N), InvalidInputError, "99"),
-    (
-        "half precision",
-        featurize_all,
-        PrecisionError,
-        r"float16 cannot hold.*TRAKer: use_half_precision=False",
-    ),
-]
+    ("half precision", featurize_all, PrecisionError, r"float16 cannot hold.*TRAKer: use_half_precision=False"),
+]  # fmt: skip
 PREPARED = {
     "partly": ("loaded", lambda t: t.featurize(TWO, num_samples=2)),
     "scoring partly": ("scoring", lambda t: t.score(part(target_batch(), slice(0, 2)), num_samples=2)),
@@ -200,13 +193,9 @@ def test_a_closed_traker_refuses_every_verb(tmp_path):
     traker = at("scoring", make_traker(tmp_path))
     traker.close()
     for call in (
-        lambda: traker.load_checkpoint(FIRST, 0),
-        lambda: featurize_all(traker),
-        traker.finalize_features,
-        lambda: start(traker),
-        lambda: score_all(traker),
-        lambda: traker.finalize_scores("test"),
-    ):
+        lambda: traker.load_checkpoint(FIRST, 0), lambda: featurize_all(traker), traker.finalize_features,
+        lambda: start(traker), lambda: score_all(traker), lambda: traker.finalize_scores("test"),
+    ):  # fmt: skip
         with refused(tmp_path, StateError, "This TRAKer was closed"):
             call()
 
@@ -245,7 +234,6 @@ def test_an_error_of_the_original_is_caught_as_there(tmp_path, stage, call, expe
                 make(tmp_path / name, **call) if isinstance(call, dict) else call(traker)
         raised.append(caught.value)
     theirs, ours = raised
-
     assert next(cls for cls in type(theirs).__mro__ if cls.__module__ == "builtins") is expected
     assert not str(ours).startswith(("'", '"'))
 
