@@ -196,9 +196,7 @@ def test_other_computers_are_tried_if_that_of_the_store_is_refused_or_unknown(
 
 def test_rows_on_another_path_are_named_with_the_computer_that_goes_on_in_the_store(tmp_path):
     settings = {"model": Marked(), "path": tmp_path / "a.zarr", "batch_size": 10}
-    said = (
-        r"gradient_computer='iterative', which continues the same store\. The batch has rows \[60.*train data"
-    )
+    said = r"'iterative', which continues the same store\. The batch has rows \[60.*train data"
     with pytest.raises(UnsupportedModelError, match=said):
         attributor(**settings).featurize(marked(64))
     assert attributor(**settings, gradient_computer="iterative").featurize(marked(64)).rows_found == 60
@@ -397,9 +395,8 @@ def test_threads_take_turns_with_a_model_and_its_store():
     with ThreadPoolExecutor(4) as threads:
         expected = list(map(run, alone, states(2)))
         np.testing.assert_array_equal(list(threads.map(run, together, states(2))), expected)
-        np.testing.assert_array_equal(
-            list(threads.map(ask, [*together, *together])), list(map(ask, [*alone, *alone]))
-        )
+        asked = list(threads.map(ask, 2 * together))
+        np.testing.assert_array_equal(asked, list(map(ask, 2 * alone)))
     assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
     assert all(parameter.requires_grad for parameter in shared.parameters())
 
@@ -568,9 +565,8 @@ def test_targets_that_an_earlier_version_stored_with_q_and_w_are_continued(store
     own = attributor(tmp_path / "targets.zarr")
     own.featurize(TARGETS, checkpoints=states()[1:])
     with ZarrFeatureStore.open(own.path) as store:
-        beside = {
-            name: store.open_table("ckpt-0").read(name)[:2] for name in ("out_to_loss", "loss_curvature")
-        }
+        targets = store.open_table("ckpt-0")
+        beside = {name: targets.read(name)[:2] for name in ("out_to_loss", "loss_curvature")}
     with ZarrFeatureStore.open(stored_here, "r+") as store:
         table = store.open_table(path)
         assert [column.name for column in table.spec.columns] == ["features"]

@@ -26,9 +26,8 @@ def rows(count):
 
 
 def attributor(path, **changes):
-    return Attributor(
-        model(), "image_classification", path, **{"proj_dim": 16, "dtype": "float32", **changes}
-    )
+    settings = {"proj_dim": 16, "dtype": "float32", **changes}
+    return Attributor(model(), "image_classification", path, **settings)
 
 
 def features(path, table="ckpt-0"):
@@ -82,9 +81,8 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
     np.testing.assert_allclose(made.score(TARGETS, "new").numpy(), expected, rtol=1e-4, atol=1e-6)
     assert old.shape == (N, 5)
     for call in (lambda: made.scores("test"), lambda: made.score(TARGETS, "test")):
-        with pytest.raises(
-            errors.StateError, match=r"have 70 train rows, but the store has 73 now.* drop_scores\('test'\)"
-        ):
+        said = r"have 70 train rows, but the store has 73 now.* drop_scores\('test'\)"
+        with pytest.raises(errors.StateError, match=said):
             call()
     without_q = replace(made.method, q="off")
     made.score(TARGETS, "new", method=without_q)
@@ -156,9 +154,8 @@ def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp
         assert "to the same data in the same order" in str(caught.value)
     assert made.featurize(rows(N), append=True).rows_written == 0
     monkeypatch.setattr("os.access", lambda *args: False)
-    with pytest.raises(
-        errors.ReadOnlyStoreError, match=r"a\.zarr was opened for reading: it cannot be written"
-    ):
+    said = r"a\.zarr was opened for reading: it cannot be written"
+    with pytest.raises(errors.ReadOnlyStoreError, match=said):
         attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
     assert contents(tmp_path) == before
 
@@ -250,9 +247,8 @@ class Meanwhile(Counting):
     def __getitem__(self, index):
         if not self.loaded:
             self.loaded.append(index)
-            attributor(self.path, **self.changes).featurize(
-                Rows(Counting(rows(N)), name="d"), self.checkpoint
-            )
+            data = Rows(Counting(rows(N)), name="d")
+            attributor(self.path, **self.changes).featurize(data, self.checkpoint)
         return super().__getitem__(index)
 
 

@@ -56,10 +56,9 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_p
     main(["inspect", store])
     assert 100 < len(capsys.readouterr().out) < 2_000
     assert max(len(name) for _, _, names in os.walk(store) for name in names) < 100
+    others = nn.Sequential(*Deep(DEPTH).layers)
     with pytest.raises(ManifestMismatchError, match=r"parameters\.0\.bias.*and \d{3} more") as caught:
-        Attributor(nn.Sequential(*Deep(DEPTH).layers), "image_classification", store, proj_dim=2).featurize(
-            data
-        )
+        Attributor(others, "image_classification", store, proj_dim=2).featurize(data)
     assert len(str(caught.value)) < 4_000
 
 
@@ -94,9 +93,8 @@ def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path):
 def test_messages_about_checkpoints_do_not_grow_with_their_number(tmp_path):
     model = nn.Linear(2, 2)
     states = [{name: value + 0.01 * i for name, value in model.state_dict().items()} for i in range(30)]
-    Attributor(model, "image_classification", tmp_path / "run.zarr", proj_dim=2).featurize(
-        small_data(4), states
-    )
+    made = Attributor(model, "image_classification", tmp_path / "run.zarr", proj_dim=2)
+    made.featurize(small_data(4), states)
     opened = Attributor.open(tmp_path / "run.zarr", nn.Linear(2, 2))
     with pytest.raises(StateError, match=r"\) and 20 more are needed"):
         opened.score(small_data(3))

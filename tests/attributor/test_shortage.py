@@ -76,10 +76,9 @@ def finished(path):
 @pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
 def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(engine, passes, tmp_path):
     for fail in (no_memory, no_array, no_thread):
+        made = attributor(tmp_path / fail.__name__, Failing(fail, passes), engine)
         with pytest.raises(ShortageError, match=r"ulimit"):
-            attributor(tmp_path / fail.__name__, Failing(fail, passes), engine).featurize(
-                Rows(TRAIN, batch_size=8)
-            )
+            made.featurize(Rows(TRAIN, batch_size=8))
 
 
 @pytest.mark.parametrize("passes", [5, 2])
@@ -135,9 +134,8 @@ class KilledLoading(Dataset[Any]):
 
 def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path):
     loader = DataLoader(KilledLoading(), batch_size=8, num_workers=1, multiprocessing_context="fork")
+    made = attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto")
     with pytest.raises(WorkerLostError, match="num_workers"):
-        attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto").featurize(
-            Rows(loader, name="mine")
-        )
+        made.featurize(Rows(loader, name="mine"))
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() in ([], ["ckpt-0"])

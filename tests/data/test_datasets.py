@@ -285,9 +285,8 @@ def backwards(samples):
 
 
 def inputs_alone(samples):
-    return padded(sorted(samples, key=lambda sample: len(sample["x"]))), torch.tensor(
-        [len(s["x"]) for s in samples]
-    )
+    lengths = torch.tensor([len(sample["x"]) for sample in samples])
+    return padded(sorted(samples, key=lambda sample: len(sample["x"]))), lengths
 
 
 def by_text(samples):
@@ -310,13 +309,8 @@ def test_a_collate_function_that_reorders_its_samples_is_refused(collate, num_wo
 
 def with_places(samples):
     boxes = [np.array([1.0, len(sample["x"])]) for sample in samples]
-    return (
-        padded(samples),
-        torch.arange(len(samples)),
-        torch.rand(len(samples)),
-        [len(samples)] * len(samples),
-        boxes,
-    )
+    count = len(samples)
+    return padded(samples), torch.arange(count), torch.rand(count), [count] * count, boxes
 
 
 def with_a_part_of_several(samples):

@@ -43,13 +43,8 @@ def pack(texts, borders, kind=list, padding=0):
     }
     ids = joined(texts) + [0] * padding
     labels = joined([[IGNORED, *text[1:]] for text in texts if text]) + [IGNORED] * padding
-    return {
-        "input_ids": kind(ids),
-        "labels": kind(labels),
-        borders: columns[borders],
-        "max_length_q": 9,
-        "source": "a",
-    }
+    more = {borders: columns[borders], "max_length_q": 9, "source": "a"}
+    return {"input_ids": kind(ids), "labels": kind(labels), **more}
 
 
 def listed(sample):
@@ -77,9 +72,8 @@ def test_documents_are_the_texts_that_were_packed(rows, borders, kind, padding):
             place, start = place + (counted or len(text) > 0), start + len(text)
     documents = Documents(packed)
     found = [documents[i] for i in range(len(documents))]
-    assert [listed(sample) for sample in found] == [
-        {"input_ids": text, "labels": [IGNORED, *text[1:]]} for text, *_ in expected
-    ]
+    wanted = [{"input_ids": text, "labels": [IGNORED, *text[1:]]} for text, *_ in expected]
+    assert [listed(sample) for sample in found] == wanted
     assert [type(sample["input_ids"]) for sample in found] == [type(KINDS[kind]([1])[0:])] * len(found)
     where = zip(documents.row, documents.place, documents.start, documents.stop, strict=True)
     assert list(where) == [tuple(place) for _, *place in expected]
@@ -113,9 +107,8 @@ def test_borders_are_found_once_and_a_batch_loads_each_packed_row_once():
 
 def test_the_identity_is_that_of_the_documents():
     def identity(texts, borders="seq_lengths", **more):
-        return Rows(
-            Documents([pack(row, borders) for row in texts], **more), collate=pad_documents
-        ).identity()
+        documents = Documents([pack(row, borders) for row in texts], **more)
+        return Rows(documents, collate=pad_documents).identity()
 
     first = identity(TEXTS)
     assert identity(TEXTS) == first
@@ -249,8 +242,7 @@ def test_the_check_runs_the_batch_of_training():
     model.train()
     require_separate_documents(model, given)
     assert model.training
-    short = Documents(
-        packed, training_collate=lambda rows: {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    )
+    four = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    short = Documents(packed, training_collate=lambda rows: four)
     with pytest.raises(InvalidInputError, match=r"logits of shape \(1, 4, 10\).*T at least 5"):
         require_separate_documents(model, short)

@@ -124,9 +124,7 @@ UNPROJECTED += [LiSSA(depth=5, scale=1e4)]
 )
 def test_runs_give_what_they_give_on_the_cpu(run, arguments, device, tmp_path):
     # Iterations carry the rounding of their first products on, and the stand-in aligns memory otherwise.
-    fused = bool(cases.REGROUPED.intersection(map(str, arguments))) or isinstance(
-        (*arguments, 0)[0], (CG, LiSSA)
-    )
+    fused = any(str(one) in cases.REGROUPED or isinstance(one, (CG, LiSSA)) for one in arguments)
     cases.assert_same_on_both(device, lambda where: run(where, tmp_path, *arguments), fused=fused)
 
 
@@ -181,9 +179,8 @@ def test_a_model_on_another_device_comes_back(device, second_device):
         runs_on = cases.CPU if where == cases.CPU else second_device
         made, case = cases.attributor("mlp", runs_on, place=False, batch_size=None)
         case.model.to(where)
-        made.featurize(
-            DataLoader(case.train, batch_size=5, pin_memory=where != cases.CPU), cases.checkpoints("mlp")
-        )
+        loader = DataLoader(case.train, batch_size=5, pin_memory=where != cases.CPU)
+        made.featurize(loader, cases.checkpoints("mlp"))
         scores = made.score(case.targets, name="t").numpy().copy()
         assert {p.device for p in case.model.parameters()} == {where}
         return {"scores": scores}

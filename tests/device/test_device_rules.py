@@ -334,9 +334,8 @@ def test_norms_and_inverse_curvatures_are_computed_in_full_beside_rows_in_tf32(d
     ("name", "settings"), [("mlp", {"method": "Fisher"}), ("cnn", {"normalize": "unit"})]
 )
 def test_scores_of_rows_in_tf32_differ_a_little(name, settings, device):
-    full, found = (
-        outcome(name, device, **settings, float32_products=way)["scores"] for way in ("ieee", "tf32")
-    )
+    given = ({**settings, "float32_products": way} for way in ("ieee", "tf32"))
+    full, found = (outcome(name, device, **each)["scores"] for each in given)
     assert not np.array_equal(found, full)
     assert np.linalg.norm(found - full) < 2e-2 * np.linalg.norm(full)
 

@@ -111,9 +111,8 @@ def test_the_interval_has_the_spread_of_resampled_subsets_and_targets():
     for _ in range(40):
         s, t = rng.integers(0, 8, 8), rng.integers(0, 4, 4)
         means.append(np.nanmean([plain_spearman(predicted[s, j], outputs[s, j]) for j in t]))
-    found = evaluation.linear_datamodeling_score(
-        scores, masks, outputs, num_resamples=40, seed=5, confidence=0.9
-    )
+    resampled = {"num_resamples": 40, "seed": 5, "confidence": 0.9}
+    found = evaluation.linear_datamodeling_score(scores, masks, outputs, **resampled)
     half = stats.norm.ppf(0.95) * np.std(means)
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
 
@@ -179,9 +178,8 @@ def test_subsets_come_equally_often_and_begin_with_those_of_fewer():
     masks = evaluation.subset_masks(5, 25, alpha=0.4)  # there are 10
     assert len({mask.tobytes() for mask in masks[:10]}) == 10
     assert sorted(Counter(mask.tobytes() for mask in masks).values()) == [2] * 5 + [3] * 5
-    np.testing.assert_array_equal(
-        evaluation.subset_masks(30, 4, seed=3), evaluation.subset_masks(30, 9, seed=3)[:4]
-    )
+    few, many = (evaluation.subset_masks(30, count, seed=3) for count in (4, 9))
+    np.testing.assert_array_equal(few, many[:4])
     assert (evaluation.subset_masks(30, 1, seed=0) != evaluation.subset_masks(30, 1, seed=1)).any()
     share = evaluation.subset_masks(20, 2000, alpha=0.3).mean(axis=0)
     np.testing.assert_allclose(share, 0.3, atol=5 * np.sqrt(0.3 * 0.7 / 2000))
@@ -197,9 +195,8 @@ def test_removal_takes_the_top_rows_of_each_target(sign):
 
 
 def test_the_loss_rise_is_after_minus_before_averaged_over_seeds():
-    found = evaluation.target_loss_rise(
-        np.array([1.0, 2.0, 4.0]), np.array([[2.0, 2.0, 4.0], [4.0, 3.0, 3.0]])
-    )
+    after = np.array([[2.0, 2.0, 4.0], [4.0, 3.0, 3.0]])
+    found = evaluation.target_loss_rise(np.array([1.0, 2.0, 4.0]), after)
     np.testing.assert_array_equal(found.per_target, [2.0, 0.5, -0.5])
     assert found.mean == 2 / 3
     assert found.interval[0] < found.mean < found.interval[1]
@@ -257,9 +254,8 @@ def test_bm25_is_its_formula_and_tokens_stand_for_their_text(settings):
 # What is refused
 def lds(**change):
     scores, masks, outputs = problem()
-    return evaluation.linear_datamodeling_score(
-        **{"scores": scores, "masks": masks, "outputs": outputs, **change}
-    )
+    arguments = {"scores": scores, "masks": masks, "outputs": outputs, **change}
+    return evaluation.linear_datamodeling_score(**arguments)
 
 
 def first_precision(scores, labels):

@@ -73,9 +73,8 @@ def plain_rows(model, task, train, targets, folder):
         for (name, shape), start in zip(made.parameters.items(), starts[:-1], strict=True)
     }
     features = columns(folder / "plain.zarr", "targets/t/ckpt-0")["features"]
-    return Plain(
-        rows["features"].astype(float), rows["out_to_loss"].astype(float), features.astype(float), places
-    )
+    wide = (part.astype(float) for part in (rows["features"], rows["out_to_loss"], features))
+    return Plain(*wide, places)
 
 
 def streamed(model, task, train, targets, method, **settings):
@@ -86,17 +85,14 @@ def streamed(model, task, train, targets, method, **settings):
 
 
 def close(found, expected, rtol=1e-4):
-    np.testing.assert_allclose(
-        np.asarray(found), expected, rtol=rtol, atol=0.1 * rtol * np.abs(expected).max()
-    )
+    atol = 0.1 * rtol * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=atol)
 
 
 def gradients(model, outputs):
     """The gradient of each of the outputs ``(B, *shape)``, by one backward pass each."""
     named = dict(model.named_parameters())
-    rows = [
-        torch.autograd.grad(o, list(named.values()), retain_graph=True, allow_unused=True) for o in outputs
-    ]
+    rows = [torch.autograd.grad(o, [*named.values()], retain_graph=True, allow_unused=True) for o in outputs]
     return {
         name: np.stack([(torch.zeros_like(p) if row[i] is None else row[i]).numpy() for row in rows])
         for i, (name, p) in enumerate(named.items())

@@ -91,10 +91,8 @@ def test_scores_are_those_of_the_gram_of_drawn_labels(task, batch_size, damping,
     build, log_likelihood, train, targets = model, token_log_likelihood, TRAIN, TARGETS
     if task == MULTI:
         build, log_likelihood = several_labels, label_log_likelihood
-        train, targets = (
-            TensorDataset(torch.randn(count, 3, dtype=torch.float64), torch.randint(2, (count, 3)))
-            for count in (N, M)
-        )
+        pairs = [(torch.randn(n, 3, dtype=torch.float64), torch.randint(2, (n, 3))) for n in (N, M)]
+        train, targets = (TensorDataset(*pair) for pair in pairs)
     known, drawn = recording(task, monkeypatch)
     method = Fisher() if damping is None else Fisher(damping=damping)
     made = attributor(tmp_path / "a.zarr", build(), known, method=method)
@@ -269,10 +267,8 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(tmp_path, monkeypatc
     expected.featurize(TRAIN)
     made = attributor(tmp_path / "a.zarr", task=task, method=TRAK(damping=None, layout="stored"))
     made.featurize(TRAIN)
-    error, real = (
-        errors.StoreError("Listing drawn/features failed: No such file or directory."),
-        ZarrFeatureStore.create_table,
-    )
+    error = errors.StoreError("Listing drawn/features failed: No such file or directory.")
+    real = ZarrFeatureStore.create_table
 
     def completed(self, path, *given):
         if not path.endswith("drawn"):
@@ -378,9 +374,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch)
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_a_label_is_drawn(tmp_path, monkeypatch, lm):
-    made, other = (
-        attributor(tmp_path / "a.zarr", task=lm[0], method=method) for method in (Fisher(), Fisher(seed=1))
-    )
+    methods = Fisher(), Fisher(seed=1)
+    made, other = (attributor(tmp_path / "a.zarr", task=lm[0], method=method) for method in methods)
     made.featurize(TRAIN)
     scored(made, name="test")
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
@@ -389,9 +384,8 @@ def test_a_store_that_cannot_be_written_is_refused_before_a_label_is_drawn(tmp_p
         lambda: scored(made, name="test", method=EKFAC()),
         lambda: other.featurize(TRAIN),
     ):
-        with pytest.raises(
-            errors.ReadOnlyStoreError, match="open for reading only, and a fit must be stored"
-        ):
+        said = "open for reading only, and a fit must be stored"
+        with pytest.raises(errors.ReadOnlyStoreError, match=said):
             call()
     assert len(lm[1]) == 1
 

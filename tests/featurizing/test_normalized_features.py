@@ -204,9 +204,8 @@ def test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand(
     if normalize == ADAM_UPDATE:  # whose scores are cosines
         return
     segments = [(s.start, s.stop) for s in made.layout.segments]
-    products = reference.kernel_scores(
-        rows["train"], rows["q"], rows["w"], rows["targets"], segments=segments, damping=1.0
-    )
+    arrays = (rows[name] for name in ("train", "q", "w", "targets"))
+    products = reference.kernel_scores(*arrays, segments=segments, damping=1.0)
     np.testing.assert_allclose(scores, products, rtol=1e-4, atol=1e-5 * np.abs(products).max())
 
 
@@ -268,9 +267,8 @@ def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, 35), **ROWS), checkpoints=both()[:1])
-    rewrite_settings(
-        tmp_path / "a.zarr", lambda settings: [settings.pop(name) for name in ("normalize", "store_norms")]
-    )
+    newer = ("normalize", "store_norms")
+    rewrite_settings(tmp_path / "a.zarr", lambda settings: [settings.pop(name) for name in newer])
     opened = Attributor.open(tmp_path / "a.zarr", Texts().double(), store_norms=True)
     summary = opened.featurize(Rows(TRAIN, **ROWS), checkpoints=both())
     assert opened.normalization == NONE

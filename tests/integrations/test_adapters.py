@@ -52,9 +52,8 @@ def attributor_of(path, model):
 def check_rows(path, model, checkpoints, saved):
     attributor_of(path, model).featurize(ROWS, checkpoints)
     expected = gradients(saved)
-    torch.testing.assert_close(
-        torch.from_numpy(hub.stored_rows(path / "a.zarr")), expected, rtol=1e-6, atol=1e-7
-    )
+    found = torch.from_numpy(hub.stored_rows(path / "a.zarr"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +74,8 @@ def test_active_adapters_get_their_own_weights_from_a_folder(tmp_path, names, ac
     check_rows(tmp_path, model, tmp_path / "run", saved)
     again = attributor_of(tmp_path / "again", saved)
     again.featurize(ROWS)
-    np.testing.assert_array_equal(
-        attributor_of(tmp_path, model).score(ROWS).numpy(), again.score(ROWS).numpy()
-    )
+    scores = attributor_of(tmp_path, model).score(ROWS)
+    np.testing.assert_array_equal(scores.numpy(), again.score(ROWS).numpy())
 
 
 def test_an_adapter_of_another_name_is_taken_for_the_only_one(tmp_path):
@@ -100,9 +98,8 @@ def test_an_adapter_that_was_not_saved_is_refused(tmp_path, active, moved, folde
     model.save_pretrained(tmp_path / "checkpoint-1")
     if moved:
         shutil.move(tmp_path / "checkpoint-1" / moved, tmp_path / "elsewhere")
-    with pytest.raises(
-        CheckpointError, match=r"has the adapters \['default', 'b'\], and .* active. Found \['/"
-    ):
+    said = r"has the adapters \['default', 'b'\], and .* active. Found \['/"
+    with pytest.raises(CheckpointError, match=said):
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "checkpoint-1" / folder)
 
 
@@ -123,9 +120,8 @@ def test_settings_that_change_what_an_adapter_computes_are_those_of_its_file(tmp
     if match is None:
         check_rows(tmp_path, model, tmp_path / "a", saved)
         return
-    with pytest.raises(
-        CheckpointError, match=f"adapter_config.json has other settings .* 'default' .*: {match}"
-    ):
+    said = f"adapter_config.json has other settings .* 'default' .*: {match}"
+    with pytest.raises(CheckpointError, match=said):
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "a")
 
 

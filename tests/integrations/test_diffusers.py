@@ -27,9 +27,8 @@ def unet_with_text():
 
 def transformer():
     more = {"in_channels": 3, "out_channels": 3, "num_layers": 2, "num_embeds_ada_norm": NUM_CLASSES}
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, sample_size=SIZE, **more
-    )
+    more |= {"num_attention_heads": 2, "attention_head_dim": 16, "sample_size": SIZE}
+    return diffusers.DiTTransformer2DModel(**more)
 
 
 CONDITIONS = {

@@ -61,9 +61,8 @@ def plain_routing(model, row):
         inner = module.forward
 
         def watched(*args, name=name, inner=inner, **kwargs):
-            (chosen,) = [
-                v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dtype == torch.int64
-            ]
+            tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+            (chosen,) = (v for v in tensors if v.dtype == torch.int64)
             found[name] = [sorted(token) for token in chosen.tolist()]
             return inner(*args, **kwargs)
 
@@ -99,9 +98,8 @@ def test_the_report_is_what_a_plain_loop_finds(name, experts):
             assert line.experts.tolist() == [(grad != 0).flatten(1).any(1).tolist() for grad in expected]
         for row, grad in enumerate(expected):
             ours = gradients[line.name][row] if line.name in gradients else torch.zeros(grad.numel()).double()
-            torch.testing.assert_close(
-                ours, grad.flatten(), rtol=1e-5, atol=1e-6 * float(grad.abs().max() + 1)
-            )
+            atol = 1e-6 * float(grad.abs().max() + 1)
+            torch.testing.assert_close(ours, grad.flatten(), rtol=1e-5, atol=atol)
     assert reach.num_zero == sum(line.num_zero for line in reach)
     assert any(not line.experts.all() for line in fused)  # some experts are reached by no token of some row
 

@@ -302,15 +302,13 @@ def test_a_resumed_training_may_save_a_step_again_and_a_new_one_may_not(tmp_path
         return attributor
 
     trained_again(None, 4)
-    with pytest.warns(
-        UserWarning, match=r"other weights of .*checkpoint-4.* already \(ckpt-1, featurized as"
-    ):
+    said = r"other weights of .*checkpoint-4.* already \(ckpt-1, featurized as"
+    with pytest.warns(UserWarning, match=said):
         attributor = trained_again(str(tmp_path / "out" / "checkpoint-2"), 6)
     rows = hub.texts(attributor.model)
     for number, step in ((0, 2), (2, 4), (3, 6)):
-        check_rows(
-            tmp_path / "a.zarr", reloaded("gpt2", tmp_path / "out" / f"checkpoint-{step}"), rows, 1e-5, number
-        )
+        saved = reloaded("gpt2", tmp_path / "out" / f"checkpoint-{step}")
+        check_rows(tmp_path / "a.zarr", saved, rows, 1e-5, number)
     with pytest.raises(ManifestMismatchError, match=r"other weights of .*checkpoint-2"):
         trained_again(None, 6)
 

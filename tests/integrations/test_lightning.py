@@ -17,9 +17,8 @@ from watching import EXACT, Restless, random_states, stored_rows
 from trak_lite import Attributor
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
-)
+WHY = "tested where Lightning is installed: pip install trak-lite[lightning]"
+pl = pytest.importorskip("lightning.pytorch", reason=WHY)
 from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
 
 zarr = Late("zarr")
@@ -115,9 +114,8 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
     assert scores.shape == (12, 12)
     for number, file in enumerate(files):
         state = torch.load(file, weights_only=True)["state_dict"]
-        np.testing.assert_allclose(
-            stored_rows(tmp_path / "a.zarr", number), expected_rows(state), rtol=1e-5, atol=1e-6
-        )
+        found = stored_rows(tmp_path / "a.zarr", number)
+        np.testing.assert_allclose(found, expected_rows(state), rtol=1e-5, atol=1e-6)
     assert "ckpt-3" not in zarr.open(tmp_path / "a.zarr", mode="r")
 
 
@@ -141,9 +139,8 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
         module = built()
         attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
         saver = ModelCheckpoint(tmp_path, filename="best", save_top_k=1, enable_version_counter=False)
-        fit(
-            module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=epochs, start=start
-        )
+        callback = lightning.FeaturizeCallback(attributor, ROWS)
+        fit(module, tmp_path, saver, callback, epochs=epochs, start=start)
 
     file, again = tmp_path / "best.ckpt", r"other weights of .*best\.ckpt already \(ckpt-0,"
     with pytest.warns(UserWarning, match=again):
@@ -217,9 +214,8 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path, inside):
         states = sorted(content["optimizer_states"][0]["state"].items())
         scale = torch.cat([adam_scale(entry) for _, entry in states])
         expected = expected_rows(content["state_dict"]) * scale.numpy()
-        np.testing.assert_allclose(
-            stored_rows(tmp_path / "a.zarr", number), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
-        )
+        found, atol = stored_rows(tmp_path / "a.zarr", number), 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=atol)
     loader = {"checkpoint_loader": partial(lightning.ckpt_weights, prefix="model.")} if inside else {}
     assert attributor.featurize(ROWS, files, **loader).rows_written == 0
 

@@ -43,9 +43,8 @@ def packed_rows(first=0):
 def output_alone(model, ids, labels, first=0):
     """f of a text that was never packed, in a plain loop."""
     logits = model(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None] + first).logits[0]
-    terms = [
-        row.log_softmax(-1)[label] for row, label in zip(logits, labels[1:], strict=False) if label != IGNORED
-    ]
+    pairs = zip(logits, labels[1:], strict=False)
+    terms = [row.log_softmax(-1)[label] for row, label in pairs if label != IGNORED]
     return torch.stack(terms).sum()
 
 
@@ -115,10 +114,8 @@ def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
     """Then documents alone are not what was trained, and are refused; the first that differs is named."""
     model, rows = made(build, attention), packed_rows()
     masked = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
-    joined = [
-        {"input_ids": row["input_ids"], "seq_lengths": [4, 3, 6] if n == 0 else [4, 6]}
-        for n, row in enumerate(rows)
-    ]
+    pairs = zip(rows, ([4, 3, 6], [4, 6]), strict=True)
+    joined = [{"input_ids": row["input_ids"], "seq_lengths": lengths} for row, lengths in pairs]
 
     def cached(samples):
         return {**{name: values[None] for name, values in samples[0].items()}, "use_cache": True}
@@ -129,11 +126,8 @@ def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
     require_separate_documents(model, Documents(joined))
     tokenized = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in joined]
     require_separate_documents(model, Documents(tokenized))  # TRL's collator leaves the mask out
-    for documents in (
-        Documents(masked),
-        Documents(rows, training_collate=cached),
-        Documents(joined, training_collate=whole),
-    ):
+    collated = Documents(rows, training_collate=cached), Documents(joined, training_collate=whole)
+    for documents in (Documents(masked), *collated):
         with pytest.raises(InvalidInputError, match="Document 1 of packed row 0 has other logits"):
             require_separate_documents(model, documents)
 
@@ -143,13 +137,9 @@ def test_batches_of_a_padding_free_collator_are_documents():
     model = made(hub.llama)
     rows = [{"input_ids": ids, "labels": [IGNORED, *ids[1:]]} for ids in texts()]
     settings = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-    expected = [
-        {"input_ids": torch.tensor(row["input_ids"]), "labels": torch.tensor(row["labels"])} for row in rows
-    ]
-    for collator in (
-        transformers.DataCollatorWithFlattening(),
-        transformers.DataCollatorWithFlattening(**settings),
-    ):
+    expected = [{name: torch.tensor(values) for name, values in row.items()} for row in rows]
+    for given in ({}, settings):
+        collator = transformers.DataCollatorWithFlattening(**given)
         batches = [collator(rows[:3], return_tensors="pt"), collator(rows[3:], return_tensors="pt")]
         for packed in (batches, [transformers.BatchEncoding(dict(batch)) for batch in batches]):
             documents = Documents(packed)

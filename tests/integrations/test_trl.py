@@ -13,9 +13,8 @@ from trak_lite import Documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
 
-trl = pytest.importorskip(
-    "trl", reason="TRL's trainers are tested where it is installed: pip install trak-lite[trl]"
-)
+WHY = "TRL's trainers are tested where it is installed: pip install trak-lite[trl]"
+trl = pytest.importorskip("trl", reason=WHY)
 from trak_lite.integrations import huggingface  # noqa: E402 - imports transformers, which takes seconds
 from trak_lite.integrations import trl as helpers  # noqa: E402
 
@@ -55,9 +54,8 @@ def arguments(folder, config, **settings):
 
 
 def trainer_of(name, model, rows, folder, **settings):
-    more = {
-        name: settings.pop(name) for name in ("ref_model", "reward_funcs", "peft_config") if name in settings
-    }
+    names = settings.keys() & {"ref_model", "reward_funcs", "peft_config"}
+    more = {name: settings.pop(name) for name in names}
     return getattr(trl, f"{name}Trainer")(
         model=model,
         args=arguments(folder, getattr(trl, f"{name}Config"), **settings),
@@ -201,9 +199,8 @@ def test_sft_rows_are_captured_in_the_training(build, tmp_path):
     with attributor.capture(texts, "run") as capture:
 
         def compared(inputs, rows):
-            expected.update(
-                (row, hub.expected_rows(trainer.model, texts.select([row]))[0]) for row in rows.tolist()
-            )
+            for row in rows.tolist():
+                expected[row] = hub.expected_rows(trainer.model, texts.select([row]))[0]
             trainer.model.train()
             capture(inputs, rows)
 
@@ -236,9 +233,8 @@ def test_texts_of_packed_rows_and_of_padding_free_batches_are_rows(build, strate
     elif strategy == "bfd_split":  # the rest of a text that is longer than a packed row is a text of its own
         assert sorted(ids) == sorted([[5, 6, 7, 8, 9], [5, 6, 10, 3, 7], [8, 2], [3, 4, 2]])
 
-    _, f = compare_with_loss(
-        trainer, documents, lambda row: -hub.output_of(trainer.model, documents[row]), 1e-9
-    )
+    model = trainer.model
+    _, f = compare_with_loss(trainer, documents, lambda row: -hub.output_of(model, documents[row]), 1e-9)
 
     for row in range(len(packed) if strategy else 1):
         inputs = trainer.data_collator([packed[row]] if strategy else [*packed])
@@ -272,9 +268,8 @@ def test_packed_rows_and_models_that_mix_texts_are_refused(tmp_path):
             huggingface.attributor_from_trainer(trainer, None, rows=documents)
 
     trainer.data_collator = transformers.DataCollatorWithFlattening()
-    with pytest.raises(
-        InvalidInputError, match="joins all texts of a batch to one row with its DataCollatorWith"
-    ):
+    said = "joins all texts of a batch to one row with its DataCollatorWith"
+    with pytest.raises(InvalidInputError, match=said):
         huggingface.attributor_from_trainer(trainer, None)
 
 
@@ -333,13 +328,11 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
             **(TRLS if precomputed else precise(model)),
         )
 
-    _, f = compare_with_loss(
-        trainer, rows, lambda row: trainer.compute_loss(trainer.model, trainer.data_collator([rows[row]]))
-    )
+    collator, compute = trainer.data_collator, trainer.compute_loss
+    _, f = compare_with_loss(trainer, rows, lambda row: compute(model, collator([rows[row]])))
     whole = trainer.compute_loss(trainer.model, trainer.data_collator(list(rows)))
-    torch.testing.assert_close(
-        -nn.functional.logsigmoid(0.3 * f).mean(), whole.double(), **TRLS, check_dtype=False
-    )
+    ours = -nn.functional.logsigmoid(0.3 * f).mean()
+    torch.testing.assert_close(ours, whole.double(), **TRLS, check_dtype=False)
 
 
 def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references_too(tmp_path):
@@ -370,9 +363,8 @@ def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path):
     again = helpers.preference_rows(trainer)
     assert model.active_adapter == "default"
     for name, column in expected.items():
-        torch.testing.assert_close(
-            torch.tensor(again[name][:], dtype=torch.float64), column, **precise(model)
-        )
+        found = torch.tensor(again[name][:], dtype=torch.float64)
+        torch.testing.assert_close(found, column, **precise(model))
 
 
 def test_reward_rows_are_the_trainers_loss(tmp_path):
@@ -387,10 +379,8 @@ def test_reward_rows_are_the_trainers_loss(tmp_path):
     kept = list(trainer.train_dataset)
 
     def loss_of(row):
-        scores = [
-            model(input_ids=torch.tensor([kept[row][f"{side}_ids"]])).logits[0, 0]
-            for side in ("chosen", "rejected")
-        ]
+        sides = (torch.tensor([kept[row][f"{side}_ids"]]) for side in ("chosen", "rejected"))
+        scores = [model(input_ids=ids).logits[0, 0] for ids in sides]
         margin = 0.5 if "margin" in kept[row] else 0.0
         return -nn.functional.logsigmoid(scores[0] - scores[1] - margin)
 
@@ -556,9 +546,8 @@ def test_helpers_refuse_other_trainers_and_moving_references(tmp_path):
         helpers.recorded_rollouts(trainer),
     ):
         pass
-    dpo = trainer_of(
-        "DPO", spread(hub.llama), PAIRS, tmp_path, ref_model=spread(hub.llama), sync_ref_model=True
-    )
+    models = spread(hub.llama), spread(hub.llama)
+    dpo = trainer_of("DPO", models[0], PAIRS, tmp_path, ref_model=models[1], sync_ref_model=True)
     with pytest.raises(InvalidInputError, match="sync_ref_model=True"):
         helpers.preference_rows(dpo)
 

@@ -247,10 +247,8 @@ def test_another_training_is_not_continued(seen, function, tmp_path):
 
 def test_the_same_training_in_new_objects_is_continued(tmp_path):
     made, data, counted = recipe(epochs=1), TensorDataset(INPUTS.clone(), LABELS.clone()), Counted()
-    for again, settings, calls in (
-        (replace(made, seed=5), {"train_id": "a"}, 0),
-        (recipe(epochs=1, data=data, seed=5), {}, 2),
-    ):
+    new = recipe(epochs=1, data=data, seed=5)
+    for again, settings, calls in ((replace(made, seed=5), {"train_id": "a"}, 0), (new, {}, 2)):
         path = tmp_path / f"{calls}"
         first = retrain_many(made.train_fn, MASKS, counted, path=path, **settings)
         counted.calls = 0

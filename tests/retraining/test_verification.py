@@ -117,9 +117,8 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
     masks = evaluation.subset_masks(N, 6, alpha=0.4, seed=3)
     assert training.calls == [(np.flatnonzero(mask).tolist(), seed) for mask in masks for seed in (0, 1)]
     outputs = outputs_of(masks, (0, 1))
-    found = evaluation.linear_datamodeling_score(
-        scores.numpy(), masks, outputs.mean(axis=1), num_resamples=RESAMPLES
-    )
+    mean = outputs.mean(axis=1)
+    found = evaluation.linear_datamodeling_score(scores.numpy(), masks, mean, num_resamples=RESAMPLES)
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
     assert (verdict.lds.low, verdict.lds.high) == pytest.approx(found.interval, abs=1e-6)
     assert verdict.ceiling == pytest.approx(evaluation.seed_noise_ceiling(outputs).ceiling, abs=1e-6)
@@ -129,9 +128,8 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
     assert opened.verdict == scores.verdict == verdict
     assert f"tested: LDS {verdict.lds} on 6 subsets x 2 seeds of 40% of the rows, {M} targets" in repr(opened)
     kept, some = opened.predictions, slice(None, None, 3)
-    np.testing.assert_allclose(
-        kept.summed, evaluation.summed_scores(scores.numpy().astype(float), masks)[:, some], rtol=1e-5
-    )
+    summed = evaluation.summed_scores(scores.numpy().astype(float), masks)
+    np.testing.assert_allclose(kept.summed, summed[:, some], rtol=1e-5)
     np.testing.assert_allclose(kept.retrained, outputs.mean(axis=1)[:, some], rtol=1e-4, atol=1e-5)
     assert attributor.scores("test", dense=False).predictions is None
     page = Parsed(write_report(opened, tmp_path / "r.html"))
@@ -155,9 +153,8 @@ class Merging(nn.Linear):
         return self
 
     def forward(self, inputs):
-        return nn.functional.linear(
-            inputs, self.weight if self.merged else self.weight + self.more, self.bias
-        )
+        weight = self.weight if self.merged else self.weight + self.more
+        return nn.functional.linear(inputs, weight, self.bias)
 
 
 @pytest.mark.parametrize("returned", ["train", "eval", "state"])
@@ -200,9 +197,8 @@ def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     scores = attributor.score(TARGETS, name, method="EKFAC")
     verdict = verify(scores, Training(), TARGETS, budget=4)
     masks = evaluation.subset_masks(N, 4)
-    found = evaluation.linear_datamodeling_score(
-        scores.numpy(), masks, outputs_of(masks)[:, 0], num_resamples=1
-    )
+    outputs = outputs_of(masks)[:, 0]
+    found = evaluation.linear_datamodeling_score(scores.numpy(), masks, outputs, num_resamples=1)
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
     assert attributor.scores(name, method="EKFAC").verdict == verdict
     first = "gradient dot product, no kernel" if featurized else "loss of the train row (its q)"
@@ -345,13 +341,8 @@ def test_a_teacher_of_noise_teaches_nothing_and_one_of_another_size_is_refused(h
     assert not found.kept
     with pytest.raises(StateError, match="not significantly better"):
         calibrated_scores(scores, found)
-    wrong = [
-        ((N - 1, M), None),
-        ((N, 3), None),
-        ((N, 6), [0, 1, 2, 3, 4, 4]),
-        ((N, 6), [0, 1]),
-        ((N, M + 1), None),
-    ]
+    wrong = [((N, 6), [0, 1, 2, 3, 4, 4]), ((N, 6), [0, 1])]
+    wrong += [(shape, None) for shape in ((N - 1, M), (N, 3), (N, M + 1))]
     for shape, targets in wrong:
         with pytest.raises(InvalidInputError, match="The teacher must have the 60 train rows"):
             calibrate(scores, held_scores(np.ones(shape)), targets)
@@ -401,9 +392,8 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
     assert found.gain.low > 0
     better = calibrated_scores(made.scores("test"))
     for one, matrix in ((found.default, scores.numpy()), (found.calibrated, better.numpy())):
-        lds = evaluation.linear_datamodeling_score(
-            evaluation.summed_scores(matrix, held_out), None, outputs, num_resamples=RESAMPLES
-        )
+        summed = evaluation.summed_scores(matrix, held_out)
+        lds = evaluation.linear_datamodeling_score(summed, None, outputs, num_resamples=RESAMPLES)
         assert one.mean == pytest.approx(lds.mean, abs=1e-3)
     assert found.calibrated.mean > found.default.mean + 0.05
     assert better.shape == (N, M)
@@ -423,9 +413,8 @@ def test_a_verdict_says_in_a_sentence_what_follows():
     estimate, (baseline,) = type(VERDICT.lds), VERDICT.baselines
 
     def verdict(lds, *leads):
-        baselines = (
-            replace(baseline, name=f"baseline {k}", lead=estimate(*lead)) for k, lead in enumerate(leads)
-        )
+        named = ((f"baseline {k}", estimate(*lead)) for k, lead in enumerate(leads))
+        baselines = (replace(baseline, name=name, lead=lead) for name, lead in named)
         return replace(VERDICT, lds=estimate(*lds), baselines=tuple(baselines))
 
     ahead, level, behind = (0.2, 0.1, 0.3), (0.1, -0.1, 0.3), (-0.2, -0.3, -0.1)

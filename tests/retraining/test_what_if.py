@@ -183,9 +183,8 @@ def test_samples_that_cannot_be_compared_with_train_rows_are_not_refused(tmp_pat
 
     answer = torch.cat([tokens[:2, :3], torch.full((2, 1), 7, dtype=torch.int64, device="cpu")], 1)
     for parts in (1, 2):
-        made = Attributor(
-            embedding, mean, tmp_path / f"{parts}.zarr", proj_dim=4, progress=False, method="GradDot"
-        )
+        settings = {"proj_dim": 4, "progress": False, "method": "GradDot"}
+        made = Attributor(embedding, mean, tmp_path / f"{parts}.zarr", **settings)
         made.featurize(TensorDataset(*[tokens] * parts))
         found = made.score(TensorDataset(*[tokens] * parts))
         for inputs in (answer, answer[:, 1:]):
@@ -232,9 +231,8 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
     )  # of the second set
     np.testing.assert_allclose(trials.measured[1], after - before.mean(0), rtol=1e-3, atol=1e-4)
     centred = trials.predicted[1] + 6 * matrix.mean(0)
-    np.testing.assert_allclose(
-        trials.standard[1], centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N)), rtol=1e-4
-    )
+    standard = centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N))
+    np.testing.assert_allclose(trials.standard[1], standard, rtol=1e-4)
 
 
 def test_intervals_cover_removals_of_other_sets(tried):
@@ -301,10 +299,8 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
             assert "From 30 random subsets of the verdict" in effects.basis
     assert len(covered) > 15
     assert np.mean(covered) > 0.8
-    for few, why in (
-        (np.argsort(-found.numpy()[:, 0])[:24], "larger or denser"),
-        ([0], "an interval needs 9"),
-    ):
+    best = np.argsort(-found.numpy()[:, 0])[:24]
+    for few, why in ((best, "larger or denser"), ([0], "an interval needs 9")):
         refused = what_if(found, few)
         assert refused.lower is None
         assert why in refused.basis
@@ -391,9 +387,8 @@ def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     training = Training()
     found = repair(tried, 3, -0.2, train_fn=training, targets=ASKED, budget=4)
     rows = without(found.rows)
-    assert sorted(training.calls) == sorted(
-        (len(part), seed) for part in (rows, EVERYTHING) for seed in (1000, 1001)
-    )
+    calls = [(len(part), seed) for part in (rows, EVERYTHING) for seed in (1000, 1001)]
+    assert sorted(training.calls) == sorted(calls)
     changes = [
         output(rows, training.drawn(rows, seed)) - output(EVERYTHING, training.drawn(EVERYTHING, seed))
         for seed in (1000, 1001)

@@ -203,9 +203,8 @@ def test_an_interrupted_build_is_continued_and_readers_take_a_complete_index(tmp
         for one, other in zip(*(scores.top(3, sign=sign) for scores in found), strict=True):
             np.testing.assert_array_equal(one, other)
     stores = [scores.source.store for scores in found]
-    tables, others = (
-        [path for path in store.table_names("index") if path.endswith("/rows")] for store in stores
-    )
+    names = (store.table_names("index") for store in stores)
+    tables, others = ([path for path in own if path.endswith("/rows")] for own in names)
     assert tables == others
     for path in tables:
         np.testing.assert_array_equal(*(store.open_table(path).read("features") for store in stores))

@@ -25,9 +25,8 @@ def perceptron():
 
 
 def attributor(path, **settings):
-    return Attributor(
-        perceptron(), "image_classification", path, **{"proj_dim": 16, "progress": False, **settings}
-    )
+    settings = {"proj_dim": 16, "progress": False, **settings}
+    return Attributor(perceptron(), "image_classification", path, **settings)
 
 
 @pytest.mark.parametrize("cached_rows", [1, 1000], ids=["kernels stored", "kernels not stored"])

@@ -101,11 +101,8 @@ def test_the_best_rows_among_some_and_their_sums_are_those_of_the_matrix(
         expected = expected_top(dense, mask, weights, k, sign)
         check_top(best, expected, slice(None) if target is None else target)
 
-        found = scores.group(
-            None if len(labels) == len(np.unique(labels)) else labels,
-            columns if by_targets else None,
-            **choice,
-        )
+        each = len(labels) == len(np.unique(labels))
+        found = scores.group(None if each else labels, columns if by_targets else None, **choice)
 
         assert found.train_groups.tolist() == names.tolist()
         assert found.target_groups.tolist() == numbers.tolist()
@@ -175,10 +172,8 @@ def test_what_cannot_be_filtered_or_grouped_is_refused(made, tmp_path):
     rows = np.zeros((9, 2), np.float32)
     rows[6, 1] = 1e30
     ones, targets = np.ones((1, 9)), np.array([[[1, 0], [0, 1e30]]], np.float32)
-    large, even = (
-        Drawn(rows[None], targets, ones, ones, (2,)).scores(PLAIN, dense=False),
-        np.arange(9) % 2 == 0,
-    )
+    large = Drawn(rows[None], targets, ones, ones, (2,)).scores(PLAIN, dense=False)
+    even = np.arange(9) % 2 == 0
     for error, said, call in (
         *((InvalidInputError, "need those of all rows", lambda s=s: s.group(SOURCE)) for s in some),
         *((InvalidInputError, "need those of all rows", lambda s=s: s.top(1, where=SOURCE == "web")) for s in some),

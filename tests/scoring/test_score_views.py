@@ -80,13 +80,11 @@ def test_rows_of_several_tiles_are_scored_as_they_are_stored(method, dtype):
     close(scores.numpy(), expected)
     np.testing.assert_array_equal(scores_of(made, rows.targets, method=method).numpy(), scores.numpy())
     itself = Drawn(stored.train, stored.train, rows.q, rows.w)
-    close(
-        scores.self_influence(), np.diagonal(with_q(checkpoint_products(itself, method.name), rows, method.q))
-    )
+    own = with_q(checkpoint_products(itself, method.name), rows, method.q)
+    close(scores.self_influence(), np.diagonal(own))
     close(scores.rows([4, 1499, 4, 1024]), expected[[4, 1499, 4, 1024]])
-    np.testing.assert_array_equal(
-        scores.top(9).indices, np.argsort(-scores.numpy(), axis=0, kind="stable")[:9].T
-    )
+    best = np.argsort(-scores.numpy(), axis=0, kind="stable")[:9].T
+    np.testing.assert_array_equal(scores.top(9).indices, best)
     errors = scores.standard_error()
     close(scores.standard_error([1499, 1023, 3], target=1), errors[[1499, 1023, 3], 1])
     pairs = np.array([[0, 1499, 4], [1025, 5, 1], [7, 1200, 1023], [1, 3, 3]])
@@ -212,12 +210,8 @@ def of_groups(rows, members, name="GaussNewton", q="outside"):
 def mean_spearman(groups):
     """The mean over pairs of groups ``(G, n, M)``, for each target."""
     pairs = [*combinations(groups, 2)]
-    return np.array(
-        [
-            np.mean([reference.spearman(a[:, target], b[:, target]) for a, b in pairs])
-            for target in range(groups.shape[2])
-        ]
-    )
+    each = [[reference.spearman(*columns) for columns in zip(a.T, b.T, strict=True)] for a, b in pairs]
+    return np.mean(each, axis=0)
 
 
 @pytest.mark.parametrize("name", ["GaussNewton", "GradDot", "GradCos"])

@@ -273,10 +273,8 @@ class Weighted(LanguageModel):
 def test_tokens_of_texts_with_a_column_of_strings_have_the_scores_of_numbers(method):
     found = []
     for as_source in (str, lambda number: torch.tensor(float(number))):
-        data = [
-            {"input_ids": ids, "labels": labels, "source": as_source(row % 3 + 1)}
-            for row, (ids, labels) in enumerate(TRAIN)
-        ]
+        sources = [as_source(row % 3 + 1) for row in range(len(TRAIN))]
+        data = [{"input_ids": x, "labels": y, "source": s} for (x, y), s in zip(TRAIN, sources, strict=True)]
         settings = {"proj_dim": 64, "dtype": "float32", "batch_size": 4, "progress": False}
         made = Attributor(Weighted(), "causal_language_modeling", None, **settings)
         made.featurize(Rows(data, name="texts"))

@@ -71,10 +71,8 @@ def gradients(state, data):
     net.load_state_dict(state)
     inputs, labels = data.tensors
     logits = net(inputs.double())
-    rows = [
-        torch.autograd.grad(f, list(net.parameters()), retain_graph=True)
-        for f in reference.margin(logits, labels)
-    ]
+    outputs, parameters = reference.margin(logits, labels), list(net.parameters())
+    rows = [torch.autograd.grad(f, parameters, retain_graph=True) for f in outputs]
     flat = torch.stack([torch.cat([grad.flatten() for grad in row]) for row in rows])
     return flat.numpy(), reference.out_to_loss_grad(logits, labels)
 
@@ -82,9 +80,8 @@ def gradients(state, data):
 @pytest.mark.quick
 @pytest.mark.parametrize("q", ["inside", "outside", "off"])
 def test_graddot_is_the_product_of_gradients_of_autograd(q):
-    found = attributor().stream_scores(
-        Rows(TRAIN, batch_size=7), TARGETS, method=GradDot(q=q), checkpoints=STATES
-    )
+    train, method = Rows(TRAIN, batch_size=7), GradDot(q=q)
+    found = attributor().stream_scores(train, TARGETS, method=method, checkpoints=STATES)
     products, weights = [], []
     for state in STATES:
         (rows, out_to_loss), (targets, _) = gradients(state, TRAIN), gradients(state, TARGETS)
@@ -123,9 +120,8 @@ def test_streamed_scores_are_those_of_stored_whole_gradients(method, settings):
 @pytest.mark.parametrize("max_bytes", [1, 3000])
 def test_few_bytes_take_more_passes_and_give_the_same_scores(expected, max_bytes):
     train = Counting(TRAIN)
-    found = attributor().stream_scores(
-        train, TARGETS, method=METHOD, checkpoints=iter(STATES), max_bytes=max_bytes
-    )
+    settings = {"method": METHOD, "checkpoints": iter(STATES), "max_bytes": max_bytes}
+    found = attributor().stream_scores(train, TARGETS, **settings)
     assert len(train.loaded) > 4 * 2 * N  # two passes of the fit, and more than two of the products
     close(found, expected, rtol=1e-5)
 

@@ -80,9 +80,8 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     for dense in (True, False):
         np.testing.assert_array_equal(opened.scores("test", method="GradDot", dense=dense).numpy(), expected)
     for call in (lambda: again.scores("test"), lambda: again.score(TARGETS, name="test")):
-        with pytest.raises(
-            ManifestMismatchError, match=r"method\.name is 'GaussNewton' there, 'GradDot' here"
-        ):
+        said = r"method\.name is 'GaussNewton' there, 'GradDot' here"
+        with pytest.raises(ManifestMismatchError, match=said):
             call()
     other = again.score(TARGETS, name="other", checkpoints=states()).numpy()
     np.testing.assert_array_equal(other, expected)

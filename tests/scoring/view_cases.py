@@ -126,16 +126,13 @@ def checkpoint_products(rows, name="GaussNewton", damping=1.0, joint=False):
             if name == "GradCos":
                 norms = (np.linalg.norm(part, axis=1, keepdims=True) for part in (x, t))
                 # Rows of int4 may be zero in a segment.
-                x, t = (
-                    part / np.where(norm > 0, norm, 1.0) for part, norm in zip((x, t), norms, strict=True)
-                )
+                x, t = (p / np.where(norm > 0, norm, 1.0) for p, norm in zip((x, t), norms, strict=True))
             inverse = np.eye(stop - start)
             if name in KERNELS:
                 weights = rows.w[c].astype(np.float64) if name == "GaussNewton" else np.ones(len(x))
                 gram = x.T @ (x * weights[:, None])
-                inverse = np.linalg.inv(
-                    gram + damping * np.trace(gram) / (stop - start) * np.eye(stop - start)
-                )
+                unit = np.trace(gram) / (stop - start) * np.eye(stop - start)
+                inverse = np.linalg.inv(gram + damping * unit)
             products[c] += x @ inverse @ t.T
     return products
 
@@ -143,7 +140,6 @@ def checkpoint_products(rows, name="GaussNewton", damping=1.0, joint=False):
 def with_q(products, rows, q, weights=None):
     """Combine what checkpoints say, by the definition."""
     a = np.full(len(products), 1 / len(products)) if weights is None else np.array(weights)
-    factors = {"outside": rows.q.astype(np.float64).mean(0)[None], "inside": rows.q, "off": np.ones((1, 1))}[
-        q
-    ]
+    mean = rows.q.astype(np.float64).mean(0)[None]
+    factors = {"outside": mean, "inside": rows.q, "off": np.ones((1, 1))}[q]
     return np.einsum("c,cnm->nm", a, products * factors[:, :, None])

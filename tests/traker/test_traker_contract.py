@@ -45,9 +45,8 @@ def made(folder, stage, **changes):
 
 
 def put(traker, rows, batch=None):
-    traker.featurize(
-        part(train_batch() if batch is None else batch, rows), num_samples=np.int64(len(range(N)[rows]))
-    )
+    some = part(train_batch() if batch is None else batch, rows)
+    traker.featurize(some, num_samples=np.int64(len(some[0])))
 
 
 @pytest.fixture(scope="module")
@@ -332,9 +331,8 @@ def test_adding_a_checkpoint_to_a_finished_experiment_keeps_its_scores_right(tmp
     kept = alone.copy()
     featurize(traker, states[1:], first_id=1)
     traker.finalize_features()
-    with pytest.raises(
-        errors.StateError, match=r"Targets of experiment 'test' are missing for model ids \[1\]"
-    ):
+    said = r"Targets of experiment 'test' are missing for model ids \[1\]"
+    with pytest.raises(errors.StateError, match=said):
         traker.finalize_scores("test")
     np.testing.assert_array_equal(traker.finalize_scores("test", allow_skip=True), kept)
     assert "left out model ids [1]" in caplog.text
@@ -365,9 +363,8 @@ def test_dependent_features_are_scored_by_the_pseudo_inverse(tmp_path, caplog):
     """The margins of three classes do not change when all logits do: a third of the features tells nothing new."""
     model = nn.Linear(4, 3)
     batch, targets = ((x, y % 3) for x, y in (train_batch(), target_batch()))
-    traker = finished(
-        make_traker(tmp_path, model=model, projector=NoOpProjector()), [model.state_dict()], batch, targets
-    )
+    traker = make_traker(tmp_path, model=model, projector=NoOpProjector())
+    finished(traker, [model.state_dict()], batch, targets)
     assert caplog.text.count("no inverse") == 1
     assert f"ranks [10], of 15 features from {N} train rows" in caplog.text
     expected = scores_of_pseudo_inverses(traker, 1)
@@ -435,9 +432,8 @@ def test_the_default_projection_is_rademacher_without_scaling(tmp_path):
     widths = [torch.Size(shape).numel() for shape in traker.parameters.values()]
     grads = torch.eye(num_params).split(widths, 1)
     named = zip(traker.parameters.items(), grads, strict=True)
-    drawn = traker.projector.project(
-        {name: grad.reshape(num_params, *shape) for (name, shape), grad in named}, model_id=0
-    )
+    whole = {name: grad.reshape(num_params, *shape) for (name, shape), grad in named}
+    drawn = traker.projector.project(whole, model_id=0)
     assert torch.equal(drawn.abs(), torch.ones(num_params, traker.proj_dim))
     assert traker.normalize_factor == pytest.approx(num_params**0.5)
 

@@ -32,9 +32,7 @@ def test_public_names_are_where_the_original_has_them(module):
     """But for helpers of its score computer."""
     cases.original()
     theirs = importlib.import_module(f"trak.{module}")
-    own = {
-        name for name, value in vars(theirs).items() if getattr(value, "__module__", "") == theirs.__name__
-    }
+    own = {name for name, one in vars(theirs).items() if getattr(one, "__module__", "") == theirs.__name__}
     left_out = {name for name in own if name.startswith(("_", "get_matrix_mult", "get_free", "get_output_m"))}
     expected = own - left_out | ({"TASK_TO_MODELOUT"} if module == "modelout_functions" else set())
     assert expected
@@ -87,9 +85,8 @@ def test_the_quickstart_needs_another_import_and_nothing_else(tmp_path, monkeypa
     settings = {"task": "image_classification", "train_set_size": cases.N, "use_half_precision": False}
 
     def made(package):
-        projector = cases.injected(
-            package.projectors.AbstractProjector, cases.num_kept(cases.make_model(), None)
-        )
+        count = cases.num_kept(cases.make_model(), None)
+        projector = cases.injected(package.projectors.AbstractProjector, count)
         return package.TRAKer(cases.make_model(), projector=projector, **settings)
 
     scores = quickstart(made(trak_lite))
@@ -117,10 +114,8 @@ def asked(folder, count=1, **changes):
 def test_a_model_that_vmap_cannot_transform_is_featurized_by_another_computer(tmp_path, caplog):
     default = asked(tmp_path / "default", count=2)
     iterative = asked(tmp_path / "iterative", count=2, gradient_computer=IterativeGradientComputer)
-    rows = [
-        np.concatenate([cases.stored(traker, model_id) for model_id in (0, 1)])
-        for traker in (default, iterative)
-    ]
+    made = default, iterative
+    rows = [np.concatenate([cases.stored(one, model_id) for model_id in (0, 1)]) for one in made]
     np.testing.assert_allclose(*rows, rtol=1e-5, atol=1e-6 * np.abs(rows[0]).max())
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "Using HookGradientComputer instead" in warning

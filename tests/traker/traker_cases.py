@@ -175,9 +175,8 @@ def score(traker, states, batch=None, *, exp_name="test", first_id=0):
     """Score the targets for every checkpoint."""
     batch = target_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
-        traker.start_scoring_checkpoint(
-            exp_name=exp_name, checkpoint=state, model_id=model_id, num_targets=len(batch[0])
-        )
+        given = {"exp_name": exp_name, "model_id": model_id, "num_targets": len(batch[0])}
+        traker.start_scoring_checkpoint(checkpoint=state, **given)
         traker.score(batch=batch, num_samples=len(batch[0]))
 
 

@@ -123,9 +123,8 @@ class Case:
                 grads = np.concatenate([grads, second[bias][:, :, None]], 2)
                 places = np.hstack([places, plain.places[bias][:, None]])
             found.append((places.reshape(-1), layer_matrix(grads, (inputs, outputs), method)))
-        found += [
-            (plain.places[name].reshape(-1), np.diag((first[name] ** 2).sum(0).reshape(-1))) for name in alone
-        ]
+        squares = {name: (first[name] ** 2).sum(0).reshape(-1) for name in alone}
+        found += [(plain.places[name].reshape(-1), np.diag(squares[name])) for name in alone]
         return [(places, matrix / len(bases)) for places, matrix in found]
 
     def gradients(self, model, batches):
@@ -300,9 +299,8 @@ def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_
         close(found[-1], plain.scores(case.blocks(model, plain, bases, values, method), 0.3))
     close(found[1], found[0], rtol=1e-6)
     close(found[2], found[0], rtol=1e-6)
-    other = streamed(
-        model, LABELS, in_batches(train, N), targets, EKFAC(damping=0.3, draws=2, seed=1)
-    ).numpy()
+    again = EKFAC(damping=0.3, draws=2, seed=1)
+    other = streamed(model, LABELS, in_batches(train, N), targets, again).numpy()
     assert not np.allclose(other, found[0], rtol=1e-2)
 
 
@@ -347,9 +345,8 @@ def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_cand
     np.testing.assert_array_equal(again.score(targets, "t", method=method).numpy(), stored)
     with pytest.raises(StateError, match="EKFAC has to be fitted to the train data"):
         again.score(targets, "new", method=method)
-    with pytest.raises(
-        InvalidInputError, match=r"999999999999 sampled gradients of EKFAC.*Use fewer samples"
-    ):
+    said = "999999999999 sampled gradients of EKFAC.*Use fewer samples"
+    with pytest.raises(InvalidInputError, match=said):
         made.score(targets, "u", method=EKFAC(samples=10**12))
     with pytest.raises(InvalidInputError, match=r"9 sampled gradients of EKFAC .* fewer samples"):
         streamed(model, LABELS, train, targets, method, max_bytes=1_000)
