@@ -113,18 +113,14 @@ def test_a_replay_launches_no_more_than_its_pass_and_waits_for_nothing(device):
 
 
 # ---- scoring
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda made, case, scores: scores.numpy(),
-        lambda made, case, scores: scores.top(3),
-        lambda made, case, scores: scores.damping_path([0.1, 1.0]).numpy(),
-        lambda made, case, scores: scores.damping_path([0.1, 1.0]).top(2),
-        lambda made, case, scores: made.score(case.targets, name="u", method="GradDot"),
-        lambda made, case, scores: made.score(case.targets, name="u", dense=False, k=2, method="GradCos"),
-    ],
-    ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored", "best rows"],
-)
+@pytest.mark.parametrize("read", [
+    lambda made, case, scores: scores.numpy(),
+    lambda made, case, scores: scores.top(3),
+    lambda made, case, scores: scores.damping_path([0.1, 1.0]).numpy(),
+    lambda made, case, scores: scores.damping_path([0.1, 1.0]).top(2),
+    lambda made, case, scores: made.score(case.targets, name="u", method="GradDot"),
+    lambda made, case, scores: made.score(case.targets, name="u", dense=False, k=2, method="GradCos"),
+], ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored", "best rows"])  # fmt: skip
 def test_scoring_waits_once_per_tile(read, device, monkeypatch):
     """Twice the tiles of half the rows: what is waited for more often is waited for in every tile."""
     found = []

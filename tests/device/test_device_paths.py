@@ -108,20 +108,16 @@ UNPROJECTED += [LiSSA(depth=5, scale=1e4)]
 
 
 @pytest.mark.filterwarnings("ignore:LiSSA did not converge")
-@pytest.mark.parametrize(
-    ("run", "arguments"),
-    [
-        *((ekfac, [name]) for name in ("mlp", "cnn", "gpt")),
-        *((scores_of_unprojected_gradients, [method]) for method in UNPROJECTED),
-        *((rows_of_the_state_of_adam, [kind]) for kind in ("adam", "adam_update")),
-        (methods_and_what_is_said_of_scores, []),
-        (scores_of_tokens, []),
-        (cases.verification, []),
-        (rows_that_are_appended, []),
-        *((traker, [model_on, runs_on]) for model_on in ("cpu", "device") for runs_on in ("cpu", "device")),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+@pytest.mark.parametrize(("run", "arguments"), [
+    *((ekfac, [name]) for name in ("mlp", "cnn", "gpt")),
+    *((scores_of_unprojected_gradients, [method]) for method in UNPROJECTED),
+    *((rows_of_the_state_of_adam, [kind]) for kind in ("adam", "adam_update")),
+    (methods_and_what_is_said_of_scores, []),
+    (scores_of_tokens, []),
+    (cases.verification, []),
+    (rows_that_are_appended, []),
+    *((traker, [model_on, runs_on]) for model_on in ("cpu", "device") for runs_on in ("cpu", "device")),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_runs_give_what_they_give_on_the_cpu(run, arguments, device, tmp_path):
     # Iterations carry the rounding of their first products on, and the stand-in aligns memory otherwise.
     fused = any(str(one) in cases.REGROUPED or isinstance(one, (CG, LiSSA)) for one in arguments)

@@ -162,15 +162,11 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *((name, {"dtype": "float16"}) for name in MODELS),
-        *(("mlp", settings) for settings in SETTINGS),
-        *((name, {"method": "Fisher"}) for name in ("mlp", "gpt", "binary", "regression")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    *((name, {"dtype": "float16"}) for name in MODELS),
+    *(("mlp", settings) for settings in SETTINGS),
+    *((name, {"method": "Fisher"}) for name in ("mlp", "gpt", "binary", "regression")),
+], ids=str)  # fmt: skip
 def test_settings_without_float64(name, settings, device, no_float64):
     """Rows of equal bits; grams are summed up in float32 on the device."""
     expected, found = (outcome(name, where, **settings) for where in (CPU, device))
@@ -181,14 +177,10 @@ def test_settings_without_float64(name, settings, device, no_float64):
 
 
 @pytest.mark.filterwarnings("ignore:LiSSA did not converge")
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        *((name, "EKFAC") for name in ("mlp", "gpt", "binary", "regression")),
-        *(("mlp", method) for method in (CG(damping=30.0), CG(draws=2, damping=30.0), LiSSA(depth=5))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "method"), [
+    *((name, "EKFAC") for name in ("mlp", "gpt", "binary", "regression")),
+    *(("mlp", method) for method in (CG(damping=30.0), CG(draws=2, damping=30.0), LiSSA(depth=5))),
+], ids=str)  # fmt: skip
 def test_curvatures_and_solvers_without_float64(name, method, device, no_float64):
     found = {}
     for where in (CPU, device):

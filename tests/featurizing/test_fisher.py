@@ -332,15 +332,11 @@ class NormalisingComputer(FunctionalGradientComputer):
 NORMALISED = "The rows are normalised, and Fisher needs gradients that are not"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"task": lambda call, batch: call(batch[0]).sum((1, 2))}, "does not define their distribution"),
-        ({"normalize": "unit"}, NORMALISED),
-        ({"gradient_computer": NormalisingComputer}, NORMALISED),
-    ],
-    ids=["no-labels", "normalised", "normalised-by-the-computer"],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"task": lambda call, batch: call(batch[0]).sum((1, 2))}, "does not define their distribution"),
+    ({"normalize": "unit"}, NORMALISED),
+    ({"gradient_computer": NormalisingComputer}, NORMALISED),
+], ids=["no-labels", "normalised", "normalised-by-the-computer"])  # fmt: skip
 def test_what_labels_cannot_be_drawn_for_is_refused(changes, said):
     with pytest.raises(errors.InvalidInputError, match=said):
         attributor(method="Fisher", **changes)
@@ -449,16 +445,13 @@ def scores_of(sample):
     return made.score(ROWS).numpy()
 
 
-@pytest.mark.parametrize(
-    ("sample", "expected"),
-    [
-        (replaces, pure),
-        (overwrites, pure),
-        (writes_to_outputs, pure),
-        (asks_something_else_first, pure),
-        (changes_inputs, pure_with_other_inputs),
-    ],
-)
+@pytest.mark.parametrize(("sample", "expected"), [
+    (replaces, pure),
+    (overwrites, pure),
+    (writes_to_outputs, pure),
+    (asks_something_else_first, pure),
+    (changes_inputs, pure_with_other_inputs),
+])  # fmt: skip
 def test_what_a_task_writes_to_changes_no_later_draw(sample, expected):
     """Labels of four draws come from one pass of the model."""
     np.testing.assert_array_equal(scores_of(sample), scores_of(expected))

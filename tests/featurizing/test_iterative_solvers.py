@@ -116,14 +116,11 @@ def dense_matrix(model, train):
     return [(np.arange(len(total)), total.numpy())]
 
 
-@pytest.mark.parametrize(
-    ("make", "task", "train", "targets"),
-    [
-        (Normalized, LABELS, TRAIN, TARGETS),
-        (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
-        pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
-    ],
-)
+@pytest.mark.parametrize(("make", "task", "train", "targets"), [
+    (Normalized, LABELS, TRAIN, TARGETS),
+    (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
+    pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
+])  # fmt: skip
 def test_cg_is_the_dense_solve_for_every_target(make, task, train, targets, tmp_path, caplog):
     model = prepared(make)
     plain = plain_rows(model, task, train, targets, tmp_path)
@@ -214,13 +211,10 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
         again.score(TARGETS, "new", method=method)
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "rtol"),
-    [
-        (EKFAC, {"damping": 2.0, "fisher": "empirical"}, 1e-5),
-        (CG, {"damping": 5.0, "absolute": True, "tolerance": 1e-6, "max_iterations": 100}, 1e-4),
-    ],
-)
+@pytest.mark.parametrize(("method", "settings", "rtol"), [
+    (EKFAC, {"damping": 2.0, "fisher": "empirical"}, 1e-5),
+    (CG, {"damping": 5.0, "absolute": True, "tolerance": 1e-6, "max_iterations": 100}, 1e-4),
+])  # fmt: skip
 def test_some_rows_stand_for_all(method, settings, rtol):
     """Every row comes three times, one of them is fitted to, or is in the products."""
     tripled = TensorDataset(*(part.repeat_interleave(3, 0) for part in TRAIN.tensors))

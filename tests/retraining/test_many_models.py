@@ -124,20 +124,16 @@ def frozen_and_tied(seed):
     return model.double()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"schedule": lambda step: 1 / (1 + step)},
-        {"clip_norm": 0.5},
-        {"clip_norm": 2.0},
-        {"accumulate": 2},
-        {"steps": 4},
-        {"batch_size": 100},
-        {"build": batch_norm},
-        {"build": frozen_and_tied},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
+@pytest.mark.parametrize("changes", [
+    {"schedule": lambda step: 1 / (1 + step)},
+    {"clip_norm": 0.5},
+    {"clip_norm": 2.0},
+    {"accumulate": 2},
+    {"steps": 4},
+    {"batch_size": 100},
+    {"build": batch_norm},
+    {"build": frozen_and_tied},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 def test_other_settings_equal_the_loop_too(changes):
     settings = {"lr": 0.1, "momentum": 0.9}
     rows = np.flatnonzero(MASKS[1])
@@ -300,16 +296,13 @@ def test_models_that_share_parts_are_refused(shared):
     torch.testing.assert_close((whole.state_dict(), part.state_dict()), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "seen"),
-    [
-        ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
-        ([-1], r"hold \[-1\]"),
-        (MASKS[0], "must be a list of integers"),
-        ([0.5], "must be a list of integers"),
-        ([], "no row to train on"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "seen"), [
+    ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
+    ([-1], r"hold \[-1\]"),
+    (MASKS[0], "must be a list of integers"),
+    ([0.5], "must be a list of integers"),
+    ([], "no row to train on"),
+])  # fmt: skip
 def test_rows_that_are_no_train_rows_are_refused(rows, seen):
     training = recipe().train_fn
     for call in (partial(training, rows, 0), partial(training.train_many, [rows], [0])):

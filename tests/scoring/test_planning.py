@@ -131,14 +131,10 @@ class Timed(TensorDataset):
         return [self[row] for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "total"),
-    [
-        (lambda rows: 12.0 if 0 in rows else 2.0, 10 + 13 * 2),
-        (lambda rows: 5.0 if 127 in rows else 2.0, 13 * 2.75),  # one in four commits a chunk
-    ],
-    ids=["first batch", "last batch of a chunk"],
-)
+@pytest.mark.parametrize(("seconds", "total"), [
+    (lambda rows: 12.0 if 0 in rows else 2.0, 10 + 13 * 2),
+    (lambda rows: 5.0 if 127 in rows else 2.0, 13 * 2.75),  # one in four commits a chunk
+], ids=["first batch", "last batch of a chunk"])  # fmt: skip
 def test_the_time_of_a_plan_is_that_of_its_batches(seconds, total, clock, monkeypatch):
     """400 rows in 13 batches of 2 s, some of which take longer."""
     monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", 128)

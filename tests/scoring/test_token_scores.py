@@ -75,17 +75,13 @@ def token_gradients(model, ids, labels, names=None, output="log_prob"):
     return found
 
 
-@pytest.mark.parametrize(
-    ("output", "settings", "in_one_pass"),
-    [
-        ("log_prob", {}, True),
-        ("margin", {"layout": "joint"}, True),
-        ("log_prob", {"grad_wrt": ["head.weight"]}, True),
-        ("log_prob", {"projector": "none"}, True),
-        ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("output", "settings", "in_one_pass"), [
+    ("log_prob", {}, True),
+    ("margin", {"layout": "joint"}, True),
+    ("log_prob", {"grad_wrt": ["head.weight"]}, True),
+    ("log_prob", {"projector": "none"}, True),
+    ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
+], ids=str)  # fmt: skip
 def test_tokens_add_the_product_of_their_own_gradient_with_the_target(output, settings, in_one_pass):
     """By one forward pass for each target and checkpoint, or by the gradients of the tokens for all targets."""
     made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
@@ -114,18 +110,14 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target(output, se
     assert not found[[0, 2]].any()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        None,
-        Fisher(q="outside"),
-        TRAK(damping=0.1, layout="stored"),
-        Fisher(checkpoint_weights=(1.0, -0.5), q="off"),
-        TracIn(learning_rates=(0.5, 0.1)),
-        "EKFAC",
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("method", [
+    None,
+    Fisher(q="outside"),
+    TRAK(damping=0.1, layout="stored"),
+    Fisher(checkpoint_weights=(1.0, -0.5), q="off"),
+    TracIn(learning_rates=(0.5, 0.1)),
+    "EKFAC",
+], ids=str)  # fmt: skip
 def test_tokens_add_up_to_the_score_of_their_row(plain, method):
     """And the model and the store stay as they were."""
     scores, weights = plain.score(TARGETS, method=method), copy.deepcopy(plain.model.state_dict())
@@ -199,20 +191,16 @@ def unit_rows():
     return token_scores(attributor(normalize="unit").score(TARGETS), TRAIN, [0])
 
 
-@pytest.mark.parametrize(
-    ("said", "call", "error"),
-    [
-        ("divide train rows by their norms", lambda s: token_scores(s("GradCos"), TRAIN, [0]), InvalidInputError),
-        ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
-        ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
-        ("'image_classification', whose output is not a sum", lambda _: of_images("gap", task=gap),
-         InvalidInputError),
-        *(("rows must be whole numbers from 0 to 4", lambda s, rows=rows: token_scores(s(), TRAIN, rows),
-          InvalidInputError) for rows in ([], [N], [-1], [0.5])),
-        ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
-        ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("said", "call", "error"), [
+    ("divide train rows by their norms", lambda s: token_scores(s("GradCos"), TRAIN, [0]), InvalidInputError),
+    ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
+    ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
+    ("'image_classification', whose output is not a sum", lambda _: of_images("gap", task=gap), InvalidInputError),
+    *(("rows must be whole numbers from 0 to 4", lambda s, rows=rows: token_scores(s(), TRAIN, rows),
+      InvalidInputError) for rows in ([], [N], [-1], [0.5])),
+    ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
+    ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
+])  # fmt: skip
 def test_what_cannot_be_split_over_tokens_is_refused(plain, call, error, said):
     with pytest.raises(error, match=said):
         call(lambda method=None: plain.score(TARGETS, method=method))
@@ -240,15 +228,11 @@ class Half(LanguageModel):
 LENGTHS = [(torch.arange(length) % VOCABULARY,) * 2 for length in (4, LENGTH, 3)]
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "method", "tolerance"),
-    [
-        (BackwardOnly(), TRAIN, "auto", 1e-3),
-        (BackwardOnly(4), LENGTHS, "auto", 1e-3),
-        (Half().half(), TRAIN, TRAK(damping=1e8), 1e-2),
-    ],
-    ids=["none", "for some rows", "float16"],
-)
+@pytest.mark.parametrize(("model", "data", "method", "tolerance"), [
+    (BackwardOnly(), TRAIN, "auto", 1e-3),
+    (BackwardOnly(4), LENGTHS, "auto", 1e-3),
+    (Half().half(), TRAIN, TRAK(damping=1e8), 1e-2),
+], ids=["none", "for some rows", "float16"])  # fmt: skip
 def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method, tolerance):
     """Preconditioned targets of the last one are about 1e-8, which float16 rounds to zero."""
     settings = {"proj_dim": 64, "dtype": "float32", "method": method}

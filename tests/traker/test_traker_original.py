@@ -167,15 +167,11 @@ class LoopComputer(AbstractGradientComputer):
         return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"gradient_computer": LoopComputer},
-        {"gradient_computer": functools.partial(LoopComputer)},
-        {"gradient_computer": IterativeGradientComputer, "task": "iterative_image_classification"},
-    ],
-    ids=["class", "partial", "iterative"],
-)
+@pytest.mark.parametrize("changes", [
+    {"gradient_computer": LoopComputer},
+    {"gradient_computer": functools.partial(LoopComputer)},
+    {"gradient_computer": IterativeGradientComputer, "task": "iterative_image_classification"},
+], ids=["class", "partial", "iterative"])  # fmt: skip
 def test_another_computer_or_one_of_ones_own_works(tmp_path, changes):
     """All parameters are kept, frozen ones too; a class of one's own never hears of ``grad_wrt``."""
     found, expected = featurized(tmp_path / "a", **changes), featurized(tmp_path / "b")
