@@ -60,13 +60,11 @@ def in_memory():
 
 @pytest.fixture(scope="module")
 def expected(in_memory):
-    """The scores of two checkpoints, in memory."""
     return in_memory.numpy()
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A store of the same rows and scores."""
     path = tmp_path_factory.mktemp("stored") / "a.zarr"
     finished(path)
     return path

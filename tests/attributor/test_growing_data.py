@@ -42,7 +42,6 @@ def _small_chunks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A store of all rows at once."""
     path = tmp_path_factory.mktemp("whole") / "a.zarr"
     attributor(path).featurize(rows(N + R + 1), states())
     return path

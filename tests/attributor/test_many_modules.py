@@ -17,8 +17,6 @@ from trak_lite.report import write_report
 
 
 class Deep(nn.Module):
-    """Layers of 2 x 2, each beside the identity."""
-
     def __init__(self, depth):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(depth))

@@ -120,8 +120,6 @@ def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
 
 
 class KilledLoading(Dataset[Any]):
-    """The train rows; the process that loads row 17 is killed."""
-
     def __len__(self):
         return N
 

@@ -133,8 +133,6 @@ def test_a_name_for_the_data_spares_loading_any_row():
 
 
 class Exhausted(Counting):
-    """Ten samples of which the one in place 7 raises."""
-
     def __init__(self, error=StopIteration):
         super().__init__()
         self.error = error
@@ -206,8 +204,6 @@ def test_samples_of_other_lengths_name_what_is_missing():
 
 
 class Opened(Counting):
-    """A dataset that each worker prepares for itself."""
-
     def __getitem__(self, index):
         assert get_worker_info().dataset is self
         return torch.tensor(float(self.opened_by)), torch.tensor(index)
@@ -223,7 +219,6 @@ def test_a_worker_finds_the_users_dataset_in_its_info():
 
 
 def with_shared(shared, samples):
-    """A batch with something that its samples share."""
     return {"x": torch.stack([sample[0] for sample in samples]), "shared": shared}
 
 
@@ -236,24 +231,24 @@ def test_a_tensor_that_all_samples_share_is_not_divided_among_as_many(num_worker
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
 
 
-def popped(samples):
-    return torch.stack([sample.pop("x") for sample in samples])
-
-
-def squeezed(samples):
-    return torch.stack([sample["x"] for sample in samples]).squeeze(0)
+def stacked(samples):
+    return torch.stack([sample["x"] for sample in samples])
 
 
 def several(samples):
     first, second, *_ = samples
-    return torch.stack([sample["x"] for sample in (first, second, *_)])
+    return stacked((first, second, *_))
 
 
-def drawn(samples):
-    return torch.stack([sample["x"] for sample in samples]) + torch.rand(1)
+UNCHANGED = {
+    "pops": lambda samples: torch.stack([sample.pop("x") for sample in samples]),
+    "squeezes": lambda samples: stacked(samples).squeeze(0),
+    "takes several": several,
+    "draws": lambda samples: stacked(samples) + torch.rand(1),
+}
 
 
-@pytest.mark.parametrize("collate", [popped, squeezed, several, drawn])
+@pytest.mark.parametrize("collate", UNCHANGED.values(), ids=UNCHANGED)
 def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they_are(collate):
     def samples():
         return [{"x": torch.full((2, 3), float(i))} for i in range(4)]
@@ -270,29 +265,25 @@ def padded(samples):
     return torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
 
 
-def by_length(samples):
-    return {"x": padded(sorted(samples, key=lambda sample: len(sample["x"]), reverse=True))}
+def by_length(samples, **how):
+    return padded(sorted(samples, key=lambda sample: len(sample["x"]), **how))
 
 
-def backwards(samples):
-    return padded(samples[::-1])
+def lengths(samples):
+    return [len(sample["x"]) for sample in samples]
 
 
-def inputs_alone(samples):
-    lengths = torch.tensor([len(sample["x"]) for sample in samples])
-    return padded(sorted(samples, key=lambda sample: len(sample["x"]))), lengths
-
-
-def by_text(samples):
-    return torch.ones(len(samples)), sorted("abcdefghi"[len(sample["x"])] for sample in samples)
-
-
-def noisy(samples):
-    return backwards(samples), torch.rand(len(samples))
+REORDERING = {
+    "by length": lambda samples: {"x": by_length(samples, reverse=True)},
+    "backwards": lambda samples: padded(samples[::-1]),
+    "inputs alone": lambda samples: (by_length(samples), torch.tensor(lengths(samples))),
+    "by text": lambda samples: (torch.ones(len(samples)), sorted("abcdefghi"[n] for n in lengths(samples))),
+    "noisy": lambda samples: (padded(samples[::-1]), torch.rand(len(samples))),
+}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("collate", [by_length, backwards, inputs_alone, by_text, noisy])
+@pytest.mark.parametrize("collate", REORDERING.values(), ids=REORDERING)
 def test_a_collate_function_that_reorders_its_samples_is_refused(collate, num_workers):
     samples = [{"x": torch.arange(float(length + 1))} for length in (7, 5, 1, 1, 3, 2)]
     samples[0]["x"][0] = torch.nan

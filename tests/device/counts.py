@@ -22,15 +22,9 @@ _SIZED_BY_VALUES = (
 )  # fmt: skip
 _COPIES = ("aten._to_copy", "aten.copy_", "aten.copy.")
 _MEMORY = (
-    "aten.empty",
-    "aten.new_empty",
-    "aten.detach",
-    "aten.lift",
-    "aten.set_",
-    "aten.is_pinned",
-    "aten._pin",
+    "aten.empty", "aten.new_empty", "aten.detach", "aten.lift", "aten.set_", "aten.is_pinned", "aten._pin",
     "trak_lite.launch",  # is counted as the launch that it makes
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -47,11 +41,9 @@ class Tally:
 
     @property
     def total(self):
-        """Number of kernels and launches."""
         return self.kernels.total() + self.launches.total()
 
     def since(self, before):
-        """Return what was counted after another state."""
         return Tally(*(getattr(self, part.name) - getattr(before, part.name) for part in fields(self)))
 
 
@@ -69,7 +61,6 @@ class Counting(TorchDispatchMode):
 
     @property
     def tally(self):
-        """What was counted so far."""
         return replace(self._tally.since(Tally()), device_waits=_device_waits(self.device) - self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -87,7 +78,6 @@ class Counting(TorchDispatchMode):
         return made
 
     def launched(self, name):
-        """Count a launch of a Triton kernel."""
         self._tally.launches[name] += 1
         self._tally.sites[_site()] += 1
 

@@ -21,8 +21,6 @@ RECURRENT = {
 
 
 class Images(nn.Module):
-    """A convolutional network with both normalisations."""
-
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
@@ -37,8 +35,6 @@ class Images(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches, a class token and one encoder layer."""
-
     def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 4, stride=4)
@@ -73,8 +69,6 @@ class LanguageModel(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent classifier of token sequences."""
-
     def __init__(self, kind, **options):
         super().__init__()
         self.tokens = nn.Embedding(TOKENS, 6)
@@ -86,8 +80,6 @@ class Recurrent(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """Images and texts embedded side by side."""
-
     def __init__(self):
         super().__init__()
         self.image = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 8))
@@ -107,8 +99,6 @@ def collate_text(rows):
 
 @dataclass
 class Case:
-    """A model and what it is attributed with."""
-
     model: nn.Module
     task: Any
     train: TensorDataset

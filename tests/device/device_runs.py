@@ -24,7 +24,6 @@ def attributor(name, device, path=None, *, place=True, **settings):
 
 
 def checkpoints(name, count=2):
-    """Return state dicts of a case's model."""
     state, found = make(name).model.state_dict(), []
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
@@ -50,7 +49,6 @@ def retraining(case, device):
 
 
 def numbers_in(value):
-    """Return all finite numbers in a JSON value, in order."""
     if isinstance(value, dict):
         return [number for key in sorted(value) for number in numbers_in(value[key])]
     if isinstance(value, list):
@@ -69,7 +67,6 @@ def verification(where, folder=None):
 
 
 def stored(made):
-    """Return the columns of every table in an attributor's store, by path and name."""
     found = {}
     with made._workspace.reading() as store:
         for path in sorted(store.table_names()):
@@ -114,5 +111,4 @@ def assert_same(found, expected, device, *, fused=False, share=None):
 
 
 def assert_same_on_both(device, run, **options):
-    """Compare what a run gives on the device with what it gives on the CPU."""
     assert_same(run(device), run(CPU), device, **options)

@@ -65,8 +65,6 @@ def test_the_stand_in_defers_copies_counts_and_rounds_products_where_tf32_is_all
 
 # ---- default devices, copies that are not waited for, loaders, random numbers
 class Doubled(Dataset):
-    """Makes its samples on the default device."""
-
     def __init__(self, rows):
         self.rows = rows
 

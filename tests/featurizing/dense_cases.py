@@ -16,7 +16,6 @@ Array = np.ndarray
 
 
 def columns(path, table="ckpt-0"):
-    """What a table of a store holds, by column."""
     with ZarrFeatureStore.open(path, mode="r") as store:
         opened = store.open_table(table)
         return {column.name: opened.read(column.name) for column in opened.spec.columns}
@@ -62,7 +61,6 @@ class Plain:
 
 
 def plain_rows(model, task, train, targets, folder):
-    """The stored rows without a projection."""
     made = Attributor(model, task, folder / "plain.zarr", projector="none", dtype="float32", progress=False)
     made.featurize(train)
     made.score(targets, "t", method="GradDot")
@@ -78,7 +76,6 @@ def plain_rows(model, task, train, targets, folder):
 
 
 def streamed(model, task, train, targets, method, **settings):
-    """Scores without stored rows."""
     max_bytes = {"max_bytes": settings.pop("max_bytes")} if "max_bytes" in settings else {}
     made = Attributor(model, task, None, progress=False, **settings)
     return made.stream_scores(train, targets, method=method, **max_bytes)

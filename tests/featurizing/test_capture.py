@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns
+from tiny_runs import Merging
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -128,24 +129,6 @@ LAYERS = {
     "keeping": lambda: [Keeping()],
     **{habit: lambda habit=habit: [Odd(habit)] for habit in HABITS},
 }
-
-
-class Merging(nn.Module):
-    """Adds a second weight to its first in eval mode, as adapters do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.more = (nn.Parameter(torch.eye(8) * scale) for scale in (1.0, 0.1))
-        self.merged = False
-
-    def train(self, mode=True):
-        if self.merged == mode:
-            self.weight.data += self.more.data * (-1 if mode else 1)
-            self.merged = not mode
-        return super().train(mode)
-
-    def forward(self, x):
-        return x @ (self.weight if self.merged else self.weight + self.more)
 
 
 class Keeping(nn.Module):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns, gradients, projection, recording
-from tiny_runs import Counting
+from tiny_runs import Counting, LanguageModel
 from torch import nn
 from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
@@ -20,19 +20,6 @@ N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
 LM, MULTI = "causal_language_modeling", "multilabel_classification"
 
 
-class LanguageModel(nn.Module):
-    """Says the next token from the sum of those before."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, 3)
-        self.head = nn.Linear(3, VOCABULARY)
-
-    def forward(self, input_ids):
-        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
-
-
 def tokens(count, seed):
     ids = torch.randint(VOCABULARY - 1, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
@@ -41,7 +28,7 @@ def tokens(count, seed):
 
 
 def model():
-    return LanguageModel().double()
+    return LanguageModel(VOCABULARY, 3).double()
 
 
 def several_labels():

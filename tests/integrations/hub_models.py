@@ -51,12 +51,7 @@ def lora(base=llama, **settings):
     return peft.get_peft_model(base(), config)
 
 
-def lora_bert():
-    return lora(bert, use_dora=True)
-
-
-def dora():
-    return lora(use_dora=True)
+lora_bert, dora = partial(lora, bert, use_dora=True), partial(lora, use_dora=True)
 
 
 def ia3():
@@ -114,22 +109,25 @@ def texts(model, num_labels=3):
     return datasets.Dataset.from_list(rows)
 
 
+def arguments(folder, config=None, **settings):
+    quiet = {
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "learning_rate": 0.01,
+    }
+    given = {"output_dir": str(folder / "out"), "per_device_train_batch_size": 3, **quiet, **settings}
+    return (config or transformers.TrainingArguments)(**given)
+
+
 def trainer_of(model, folder, *, rows=None, collator=None, **settings):
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder / "out"),
-        per_device_train_batch_size=3,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        learning_rate=0.01,
-        **settings,
-    )
     if collator is None:
         kind = "DataCollatorWithPadding" if is_classifier(model) else "DataCollatorForSeq2Seq"
         collator = getattr(transformers, kind)(tokenizer())
     rows = texts(model) if rows is None else rows
-    return transformers.Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
+    given = {"train_dataset": rows, "data_collator": collator}
+    return transformers.Trainer(model=model, args=arguments(folder, **settings), **given)
 
 
 def output_of(model, row):

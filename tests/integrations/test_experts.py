@@ -117,12 +117,9 @@ def test_the_report_is_what_a_plain_loop_finds(name, experts):
 def test_a_task_that_calls_the_model_twice_has_the_tokens_of_both_calls():
     model = mixture("olmoe")
     chosen, rejected = batch_of(), batch_of([row[::-1] for row in ROWS])
-    batch = {
-        **{f"chosen_{name}": column for name, column in chosen.items()},
-        **{f"rejected_{name}": column for name, column in rejected.items()},
-        "ref_chosen_logps": torch.zeros(len(ROWS)),
-        "ref_rejected_logps": torch.zeros(len(ROWS)),
-    }
+    sides = {"chosen": chosen, "rejected": rejected}
+    batch = {f"{side}_{name}": column for side, part in sides.items() for name, column in part.items()}
+    batch |= {f"ref_{side}_logps": torch.zeros(len(ROWS)) for side in sides}
     reach = gradient_reach(HookGradientComputer(model, DPOModelOutput()), batch)
     longest = max(map(len, ROWS))
     for row, ids in enumerate(ROWS):

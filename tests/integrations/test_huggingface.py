@@ -136,7 +136,6 @@ def test_left_padding_is_exact_where_it_changes_nothing(name, settings, tmp_path
 
 
 def blinking():
-    """Replaces tokens by chance, as masking does."""
     pad = transformers.DataCollatorForSeq2Seq(hub.tokenizer())
 
     def collate(features, return_tensors=None):

@@ -23,11 +23,11 @@ from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
 
 zarr = Late("zarr")
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-]
+IGNORED = (
+    "The '.*_dataloader' does not have many workers", "GPU available but not used",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+)  # fmt: skip
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{said}") for said in IGNORED]
 
 
 class Digits(pl.LightningModule):
@@ -60,16 +60,12 @@ def built():
 
 
 def fit(module, folder, *callbacks, rows=ROWS, epochs=2, start=None, saves=True):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"max_epochs": epochs, "accelerator": "cpu", "log_every_n_steps": 1, **quiet}
+    saving = saves and bool(callbacks)
+    callbacks = list(callbacks)
     trainer = pl.Trainer(
-        default_root_dir=folder,
-        max_epochs=epochs,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=saves and bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
+        default_root_dir=folder, callbacks=callbacks, enable_checkpointing=saving, **settings
     )
     loaders = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
     trainer.fit(module, *loaders, ckpt_path=start, weights_only=False)

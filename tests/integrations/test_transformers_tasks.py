@@ -108,12 +108,10 @@ def images():
 def queries():
     query, positive = texts(10), texts(11, T - 1)
     del query["labels"], positive["labels"]
-    return {
-        **prefixed("query", query),
-        **prefixed("positive", positive),
-        "negative_input_ids": drawn(B, 2, 5, seed=12),
-        "negative_attention_mask": torch.ones(B, 2, 5, dtype=torch.long),
-    }
+    mask = torch.ones(B, 2, 5, dtype=torch.long)
+    negative = {"input_ids": drawn(B, 2, 5, seed=12), "attention_mask": mask}
+    sides = {"query": query, "positive": positive, "negative": negative}
+    return {name: part for side, parts in sides.items() for name, part in prefixed(side, parts).items()}
 
 
 CAUSAL, MASKED = tasks.CausalLanguageModelingModelOutput(), tasks.MaskedLanguageModelingModelOutput()

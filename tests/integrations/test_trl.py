@@ -41,28 +41,17 @@ TEMPLATE = (
 )
 
 
-def arguments(folder, config, **settings):
-    return config(
-        output_dir=str(folder / "out"),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        learning_rate=0.01,
-        **{"per_device_train_batch_size": 3, "save_strategy": "no", "bf16": False, **settings},
-    )
+def given_to(name, folder, rows, **settings):
+    config = getattr(trl, f"{name}Config")
+    args = hub.arguments(folder, config, **{"save_strategy": "no", "bf16": False, **settings})
+    tokenizer = hub.tokenizer(eos_token="w2", chat_template=TEMPLATE)
+    return {"args": args, "train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
 
 
 def trainer_of(name, model, rows, folder, **settings):
     names = settings.keys() & {"ref_model", "reward_funcs", "peft_config"}
     more = {name: settings.pop(name) for name in names}
-    return getattr(trl, f"{name}Trainer")(
-        model=model,
-        args=arguments(folder, getattr(trl, f"{name}Config"), **settings),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=hub.tokenizer(eos_token="w2", chat_template=TEMPLATE),
-        **more,
-    )
+    return getattr(trl, f"{name}Trainer")(model=model, **given_to(name, folder, rows, **settings), **more)
 
 
 def precise(model):
@@ -177,15 +166,8 @@ def test_sft_rows_are_captured_in_the_training(build, tmp_path):
 
     def trained():
         torch.manual_seed(0)
-        trainer = trainer_of(
-            "SFT",
-            hub.made(build),
-            PROMPTS,
-            tmp_path,
-            num_train_epochs=1,
-            remove_unused_columns=False,
-            per_device_train_batch_size=2,
-        )
+        settings = {"num_train_epochs": 1, "remove_unused_columns": False, "per_device_train_batch_size": 2}
+        trainer = trainer_of("SFT", hub.made(build), PROMPTS, tmp_path, **settings)
         texts = trainer.train_dataset
         trainer.train_dataset = texts.add_column("row", list(range(len(texts))))
         trainer.data_collator, trainer.__class__ = KeepRow(trainer.data_collator), Capturing
@@ -319,11 +301,8 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
     else:
         reference = reference_of(other, rows)
     for name, column in reference.items():
-        torch.testing.assert_close(
-            torch.tensor(rows[name][:], dtype=torch.float64),
-            column,
-            **(TRLS if precomputed else precise(model)),
-        )
+        found = torch.tensor(rows[name][:], dtype=torch.float64)
+        torch.testing.assert_close(found, column, **(TRLS if precomputed else precise(model)))
 
     collator, compute = trainer.data_collator, trainer.compute_loss
     _, f = compare_with_loss(trainer, rows, lambda row: compute(model, collator([rows[row]])))
@@ -547,13 +526,7 @@ def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_
     class Own(trl.SFTTrainer):
         pass
 
-    rows = datasets.Dataset.from_list(PROMPTS)
-    given = {
-        "args": arguments(tmp_path, trl.SFTConfig),
-        "train_dataset": rows,
-        "processing_class": hub.tokenizer(eos_token="w2", chat_template=TEMPLATE),
-    }
-    trainer = Own(model=spread(hub.llama), **given)
+    trainer = Own(model=spread(hub.llama), **given_to("SFT", tmp_path, PROMPTS))
     assert huggingface.attributor_from_trainer(trainer, None).task.name == "causal_language_modeling"
 
     Own.__module__ = "trl.experimental.own"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from held_scores import held_scores, scores_without_a_model
 from report_cases import VERDICT, Parsed, in_a_notebook
-from tiny_runs import perceptron
+from tiny_runs import Merging, perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -103,7 +103,6 @@ def attributor(tmp_path, scored_store):
 
 @pytest.fixture(scope="module")
 def held(trained):
-    """In memory, for tests that store nothing."""
     return scored(trained)
 
 
@@ -138,40 +137,25 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
         assert said in page.text
 
 
-class Merging(nn.Linear):
-    """Adds a second weight in eval mode, and takes it out in train mode, as loralib does."""
-
-    def __init__(self):
-        super().__init__(4, 3)
-        self.more, self.merged = nn.Parameter(torch.eye(3, 4)), False
-
-    def train(self, mode=True):
-        super().train(mode)
-        if mode == self.merged:
-            self.weight.data += self.more.data * (-1 if mode else 1)
-            self.merged = not mode
-        return self
-
-    def forward(self, inputs):
-        weight = self.weight if self.merged else self.weight + self.more
-        return nn.functional.linear(inputs, weight, self.bias)
+def merging():
+    return nn.Sequential(nn.Linear(4, 3), Merging(3))
 
 
 @pytest.mark.parametrize("returned", ["train", "eval", "state"])
 def test_retrained_models_that_merge_weights_in_eval_mode_have_their_own_outputs(returned):
     def train(indices, seed):
         torch.manual_seed(indices.sum())
-        model = Merging()
+        model = merging()
         return model.state_dict() if returned == "state" else model.train(returned == "train")
 
-    attributor = Attributor(Merging(), "image_classification", None, **QUIET)
+    attributor = Attributor(merging(), "image_classification", None, **QUIET)
     attributor.featurize(TRAIN)
     scores = attributor.score(TARGETS)
     verify(scores, train, TARGETS, budget=3)
     labels, expected = TARGETS.tensors[1][:, None], []
     for mask in evaluation.subset_masks(N, 3):
         torch.manual_seed(np.flatnonzero(mask).sum())
-        logits = Merging().double()(TARGETS.tensors[0].double()).detach()
+        logits = merging().double()(TARGETS.tensors[0].double()).detach()
         others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
         expected.append((logits.gather(1, labels)[:, 0] - others).numpy())
     np.testing.assert_allclose(scores.predictions.retrained, expected, rtol=1e-4, atol=1e-5)

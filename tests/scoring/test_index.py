@@ -84,7 +84,6 @@ def lower_bound(mean, count):
 
 @pytest.fixture(scope="module")
 def made():
-    """A store with a set of targets of which a quarter is measured."""
     return MANY.attributor(method=METHOD)
 
 

@@ -111,7 +111,6 @@ def test_what_does_not_fit_is_named_with_a_setting_that_does(tmp_path, monkeypat
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only tests move."""
     seconds = [0.0]
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(planning.time, name, lambda: seconds[0])

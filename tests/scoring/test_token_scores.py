@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tiny_runs import CubeWithoutForwardMode
+from tiny_runs import CubeWithoutForwardMode, LanguageModel
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -15,20 +15,6 @@ from trak_lite.methods import TRAK, Fisher, GradDot, TracIn
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, QuestionsModelOutput
 
 VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
-
-
-class LanguageModel(nn.Module):
-    """Says the next token from the mean of those before."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.head = nn.Linear(4, VOCABULARY)
-
-    def forward(self, input_ids):
-        counts = torch.arange(1, input_ids.shape[1] + 1).view(1, -1, 1)
-        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1) / counts))
 
 
 def tokens(count, seed):
@@ -41,7 +27,7 @@ def tokens(count, seed):
 
 
 TRAIN, TARGETS = tokens(N, 0), tokens(M, 1)
-WEIGHTS = [LanguageModel(seed).state_dict() for seed in (0, 1)]
+WEIGHTS = [LanguageModel(seed=seed).state_dict() for seed in (0, 1)]
 
 
 def attributor(**settings):
@@ -219,8 +205,6 @@ class BackwardOnly(LanguageModel):
 
 
 class Half(LanguageModel):
-    """Has weights in float16."""
-
     def forward(self, input_ids):
         return super().forward(input_ids).float()
 

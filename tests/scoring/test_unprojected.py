@@ -48,7 +48,6 @@ def whole(normalize):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Unprojected scores of all rows by EK-FAC."""
     return streamed(METHOD)
 
 

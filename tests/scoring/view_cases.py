@@ -105,13 +105,9 @@ def scores_of(made, targets, name="test", **options):
 
 def drawn(num_checkpoints=3, num_rows=20, num_targets=4, seed=0):
     generator = np.random.default_rng(seed)
-    shape = (num_checkpoints, num_rows)
-    return Drawn(
-        generator.normal(size=(*shape, 5)).astype(np.float32),
-        generator.normal(size=(num_checkpoints, num_targets, 5)).astype(np.float32),
-        generator.uniform(0.1, 1, size=shape).astype(np.float32),
-        generator.uniform(0.1, 1, size=shape).astype(np.float32),
-    )
+    normal = [generator.normal(size=(num_checkpoints, count, 5)) for count in (num_rows, num_targets)]
+    uniform = [generator.uniform(0.1, 1, size=(num_checkpoints, num_rows)) for _ in range(2)]
+    return Drawn(*(array.astype(np.float32) for array in (*normal, *uniform)))
 
 
 def checkpoint_products(rows, name="GaussNewton", damping=1.0, joint=False):

@@ -214,13 +214,9 @@ if sys.argv[2] == "raised":
 def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, code, last):
     """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
     here = Path(__file__).parent
-    child = subprocess.run(
-        [sys.executable, "-c", ENDING, str(tmp_path), how, *map(str, (here, here.parent, here.parents[1]))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    folders = map(str, (tmp_path, how, here, here.parent, here.parents[1]))
+    told = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
+    child = subprocess.run([sys.executable, "-c", ENDING, *folders], check=False, **told)
     assert (child.returncode, child.stdout) == (code, "")
     assert re.search(last, child.stderr, re.DOTALL), child.stderr
     alone = made(tmp_path / "alone", "loaded")

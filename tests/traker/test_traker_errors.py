@@ -38,8 +38,6 @@ LARGE = FIRST | {"readout": 1e6 * FIRST["readout"]}
 
 
 class Foreign:
-    """An object of a class that is not ours."""
-
     def __init__(self, **settings):
         self.settings = settings
 

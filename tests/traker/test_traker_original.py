@@ -68,12 +68,8 @@ def quickstart(traker):
             traker.featurize(batch=[x.cpu() for x in batch], num_samples=batch[0].shape[0])
     traker.finalize_features()
     for model_id, checkpoint in enumerate(cases.checkpoints()):
-        traker.start_scoring_checkpoint(
-            exp_name="quickstart",
-            checkpoint=checkpoint,
-            model_id=model_id,
-            num_targets=len(loader_targets.dataset),
-        )
+        given = {"model_id": model_id, "num_targets": len(loader_targets.dataset)}
+        traker.start_scoring_checkpoint(exp_name="quickstart", checkpoint=checkpoint, **given)
         for batch in loader_targets:
             traker.score(batch=batch, num_samples=batch[0].shape[0])
     return np.array(traker.finalize_scores(exp_name="quickstart"))

@@ -98,7 +98,6 @@ def make_model(name="mlp", seed=0):
 
 
 def checkpoints(name="mlp", count=3):
-    """State dicts of freshly drawn models."""
     return [dict(make_model(name, seed=10 + number).state_dict()) for number in range(count)]
 
 
@@ -107,7 +106,6 @@ def num_kept(model, grad_wrt):
 
 
 def matrix(num_params, model_id, width=K):
-    """The one projection matrix of a checkpoint, ``(P, K)``."""
     return torch.randn(num_params, width, generator=torch.Generator().manual_seed(100 + model_id))
 
 
@@ -128,12 +126,10 @@ def injected(base, num_params, *, width=K, seed=0):
 
 
 def make_traker(folder, **changes):
-    """Return a TRAKer on the small MLP with changes to its settings."""
     return trak_lite.TRAKer(**_settings(folder, changes))
 
 
 def make_original(folder, **changes):
-    """Return the original's TRAKer on the small MLP with changes to its settings."""
     plain = {"device": "cpu", "logging_level": 100, **changes}
     return original().TRAKer(**_settings(str(folder), plain))
 
@@ -162,7 +158,6 @@ def at(stage, traker):
 
 
 def featurize(traker, states, batch=None, *, first_id=0):
-    """Featurize every checkpoint, batch by batch at the cursor."""
     batch = train_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
         traker.load_checkpoint(state, model_id=model_id)
@@ -172,7 +167,6 @@ def featurize(traker, states, batch=None, *, first_id=0):
 
 
 def score(traker, states, batch=None, *, exp_name="test", first_id=0):
-    """Score the targets for every checkpoint."""
     batch = target_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
         given = {"exp_name": exp_name, "model_id": model_id, "num_targets": len(batch[0])}
