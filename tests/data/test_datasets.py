@@ -322,7 +322,7 @@ def test_a_collate_function_may_number_draw_and_repeat(collate):
     ([nn.Linear(4, 3)], 96, None, 32),
     ([nn.Linear(4, 3)], 2048, 16, 16),
     ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
-    ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 2048, None, 32),
+    ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 512, None, 32),
 ])  # fmt: skip
 def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(layers, num_rows, loader_size, expected):
     model, seen = nn.Sequential(*layers), list[int]()

@@ -35,14 +35,12 @@ TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
 
 
 class Training:
-    """Trains by a few steps of gradient descent, counts its calls and stops on request."""
+    """Trains by a few steps of gradient descent, and counts its calls."""
 
-    def __init__(self, fail_at=None, model=None, error=KeyboardInterrupt):
-        self.calls, self.fail_at, self.model, self.error = [], fail_at, model, error
+    def __init__(self, model=None):
+        self.calls, self.model = [], model
 
     def __call__(self, indices, seed):
-        if len(self.calls) == self.fail_at:
-            raise self.error("no luck")
         self.calls.append((indices.tolist(), seed))
         model = perceptron() if self.model is None else self.model
         model.load_state_dict(perceptron().state_dict())
@@ -187,17 +185,6 @@ def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     assert attributor.scores(name, method="EKFAC").verdict == verdict
     first = "gradient dot product, no kernel" if featurized else "loss of the train row (its q)"
     assert verdict.baselines[0].name == first
-
-
-def test_after_a_kill_or_a_failure_only_what_is_missing_is_trained(attributor):
-    scores = attributor.scores("test")
-    with pytest.raises(RetrainingError, match="subset 1, seed 0"):
-        verify(scores, Training(1, error=ValueError), TARGETS, budget=3)
-    with pytest.raises(KeyboardInterrupt):
-        verify(scores, Training(2), TARGETS, budget=3)
-    rest = Training()
-    verify(scores, rest, TARGETS, budget=3)
-    assert len(rest.calls) == 1 + 1, "the first one is repeated"
 
 
 def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(attributor):
