@@ -103,8 +103,8 @@ def traker(where, folder, model_on, runs_on):
 
 UNPROJECTED = [
     GradDot(), GradCos(), EKFAC(damping=0.3), EKFAC(samples=7), CG(damping=30.0), CG(draws=2, damping=30.0),
+    LiSSA(depth=5, scale=1e4),
 ]  # fmt: skip
-UNPROJECTED += [LiSSA(depth=5, scale=1e4)]
 
 
 @pytest.mark.filterwarnings("ignore:LiSSA did not converge")
