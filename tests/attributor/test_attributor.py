@@ -1,7 +1,5 @@
 """The native facade: resuming, refusing, giving the model back, and what the result can be asked."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle
@@ -39,8 +37,6 @@ from trak_lite.store import Column, ZarrFeatureStore
 N, M, CLASSES = 70, 6, 3
 model = perceptron
 states = partial(random_states, model)
-
-
 TRAIN, TARGETS = labelled(N), labelled(M, seed=1)
 
 
@@ -64,13 +60,11 @@ def in_memory():
 
 @pytest.fixture(scope="module")
 def expected(in_memory):
-    """The scores of two checkpoints, in memory."""
     return in_memory.numpy()
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A store of the same rows and scores."""
     path = tmp_path_factory.mktemp("stored") / "a.zarr"
     finished(path)
     return path
@@ -90,9 +84,7 @@ def test_a_second_run_finds_every_row_and_loads_a_few_to_compare(tmp_path, caplo
     assert "gradient_computer='auto' selects 'hook': every kept parameter is covered" in caplog.text
     assert "'projector': 'countsketch'" in caplog.text
     again = Counting(TRAIN)
-
     summary = attributor(tmp_path / "a.zarr").featurize(Rows(again, name=name), checkpoints=states())
-
     assert (summary.rows_written, summary.rows_found) == (0, 2 * N)
     digest = 64 if name is None else 0
     assert len(again.loaded) == digest + 2 * 8  # and to compute again with each checkpoint
@@ -109,9 +101,7 @@ def test_an_interrupted_run_loads_only_pending_rows_and_ends_with_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, fail_at=fail_at), name="d", batch_size=10), checkpoints=states())
     rest = Counting(TRAIN)
-
     summary = made.featurize(Rows(rest, name="d", batch_size=10), checkpoints=states(1))
-
     assert summary.rows_written + summary.rows_found == N
     compared = 8 * (summary.rows_found > 0)
     assert len(rest.loaded) == summary.rows_written + compared
@@ -184,34 +174,26 @@ def test_auto_takes_the_computer_of_the_store_whatever_the_first_samples_of_a_la
         nn.init.ones_(net.linear.weight)
 
 
-@pytest.mark.parametrize(
-    ("recorded", "chosen"),
-    [
-        ("functional", "'iterative': functional: torch"),
-        *((r, "'iterative': hook: ") for r in ("auto", None, [])),
-    ],
-)
+@pytest.mark.parametrize(("recorded", "chosen"), [
+    ("functional", "'iterative': functional: torch"),
+    *((r, "'iterative': hook: ") for r in ("auto", None, [])),
+])  # fmt: skip
 def test_other_computers_are_tried_if_that_of_the_store_is_refused_or_unknown(
     tmp_path, caplog, recorded, chosen
 ):
     settings = {"model": Marked(), "path": tmp_path / "a.zarr"}
     attributor(**settings, gradient_computer="iterative").featurize(TRAIN)
     rewrite_settings(tmp_path / "a.zarr", lambda stored: stored.update(gradient_computer=recorded))
-
     with caplog.at_level(logging.INFO, logger="trak_lite"):
         attributor(**settings).score(marked(0))
-
     assert last_choice(caplog).startswith(chosen)
 
 
 def test_rows_on_another_path_are_named_with_the_computer_that_goes_on_in_the_store(tmp_path):
     settings = {"model": Marked(), "path": tmp_path / "a.zarr", "batch_size": 10}
-    said = (
-        r"gradient_computer='iterative', which continues the same store\. The batch has rows \[60.*train data"
-    )
+    said = r"'iterative', which continues the same store\. The batch has rows \[60.*train data"
     with pytest.raises(UnsupportedModelError, match=said):
         attributor(**settings).featurize(marked(64))
-
     assert attributor(**settings, gradient_computer="iterative").featurize(marked(64)).rows_found == 60
 
 
@@ -225,9 +207,7 @@ def test_memory_and_disk_give_the_same_bits_and_other_batches_the_same_scores(st
     np.testing.assert_array_equal(again.numpy(), expected)
     made = attributor(gradient_computer=partial(FunctionalGradientComputer, chunk_size=3))
     made.featurize(DataLoader(TRAIN, batch_size=7, collate_fn=collate), checkpoints=states())
-
     scores = made.score(DataLoader(TARGETS, batch_size=1, collate_fn=collate))
-
     np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-3, atol=1e-6)
 
 
@@ -236,9 +216,7 @@ def test_checkpoints_can_be_added_and_are_recognised_by_their_weights():
     first, second, third = states(3)
     assert made.featurize(TRAIN, checkpoints=[first, second]).other_checkpoints == 0
     assert made.featurize(TRAIN, checkpoints=[third]).other_checkpoints == 2
-
     summary = made.featurize(TRAIN, checkpoints=[third, second, first])
-
     assert (summary.rows_written, summary.rows_found) == (0, 3 * N)
     assert made.score(TARGETS, name="three").settings["checkpoints"] == 3
     two = made.score(TARGETS, name="two", checkpoints=[first, second])
@@ -251,7 +229,6 @@ def test_scoring_again_returns_the_result_and_other_targets_are_refused(tmp_path
     made = attributor(stored_here)
     made.featurize(TRAIN, checkpoints=states())
     before = contents(tmp_path)
-
     np.testing.assert_array_equal(made.score(TARGETS, name="test").numpy(), expected)
     with pytest.raises(ManifestMismatchError, match=r"scores/test.*targets\.tensors.*another name"):
         made.score(labelled(M, seed=5), name="test")
@@ -284,7 +261,6 @@ def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(tmp_path
         patched.setattr(ZarrFeatureStore, "create_table", stop)
         with pytest.raises(KeyboardInterrupt):
             made.score(Rows(TARGETS, **targets), name="test")
-
     with pytest.raises(StateError, match="not finished"):
         made.scores("test")
     found = made.score(Rows(TARGETS, **targets), name="test").numpy()
@@ -294,9 +270,7 @@ def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(tmp_path
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_an_attributor_and_its_scores_go_on_from_their_pickles(tmp_path, place):
     made, scores = finished(None if place == "memory" else tmp_path / "run.zarr")
-
     again, same = pickle.loads(pickle.dumps((made, scores)))
-
     np.testing.assert_array_equal(same.numpy(), scores.numpy())
     assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
     np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), scores.numpy())
@@ -311,9 +285,7 @@ def test_open_takes_every_setting_from_the_manifest(tmp_path):
     made = attributor(tmp_path / "a.zarr", method=method, **settings)
     made.featurize(TRAIN, checkpoints=folder)
     expected = made.score(TARGETS, name="test").numpy()
-
     opened = Attributor.open(tmp_path / "a.zarr", model())
-
     assert list(opened.parameters) == ["0.bias", "2.weight"]
     assert opened.method == made.method == method
     assert opened.layout == made.layout
@@ -329,7 +301,6 @@ def test_open_asks_for_what_a_store_cannot_keep(tmp_path):
 
     own = {"gradient_computer": IterativeGradientComputer, "projector": RademacherProjector(16)}
     attributor(tmp_path / "a.zarr", task=own_task, **own).featurize(TRAIN)
-
     with pytest.raises(InvalidInputError, match=r"gradient_computer.*projector.*task"):
         Attributor.open(tmp_path / "a.zarr", model())
     left_out = dict.fromkeys(("collate", "batch_size", "grad_wrt", "proj_dim", "method"))
@@ -389,7 +360,6 @@ def test_contexts_of_the_caller_change_no_number(tmp_path, context, expected, ou
     """Of rows, fits, scores, and scores that are computed on access; autocast rounds to 8 bits."""
     made, best, fitted, streamed = outside
     again, given = attributor(tmp_path / "b.zarr"), states()
-
     with context():
         again.featurize(TRAIN, checkpoints=given)
         np.testing.assert_array_equal(again.score(TARGETS).numpy(), expected)
@@ -420,9 +390,8 @@ def test_threads_take_turns_with_a_model_and_its_store():
     with ThreadPoolExecutor(4) as threads:
         expected = list(map(run, alone, states(2)))
         np.testing.assert_array_equal(list(threads.map(run, together, states(2))), expected)
-        np.testing.assert_array_equal(
-            list(threads.map(ask, [*together, *together])), list(map(ask, [*alone, *alone]))
-        )
+        asked = list(threads.map(ask, 2 * together))
+        np.testing.assert_array_equal(asked, list(map(ask, 2 * alone)))
     assert all(torch.equal(value, before[name]) for name, value in shared.state_dict().items())
     assert all(parameter.requires_grad for parameter in shared.parameters())
 
@@ -443,7 +412,6 @@ def test_weights_of_checkpoints_go_by_the_order_of_the_last_featurize_or_are_ref
     right = whole.score(TARGETS, **weighted).numpy()
     parts.featurize(TRAIN, checkpoints=three[1:])
     parts.featurize(TRAIN, checkpoints=three)
-
     with pytest.raises(InvalidInputError, match=r"ckpt-0, ckpt-1, ckpt-2.*checkpoints=\["):
         parts.score(TARGETS, **weighted)
     named = parts.score(TARGETS, checkpoints=three, **weighted).numpy()
@@ -469,7 +437,6 @@ def test_the_model_comes_back_as_it_was_also_after_an_error(call):
     made = attributor(model=mine, gradient_computer="iterative")
     others = [{name: value + 1 for name, value in mine.state_dict().items()}]
     random = torch.get_rng_state()
-
     if call == "interrupted":
         with pytest.raises(KeyboardInterrupt):
             made.featurize(Counting(TRAIN, fail_at=40), checkpoints=others)
@@ -478,7 +445,6 @@ def test_the_model_comes_back_as_it_was_also_after_an_error(call):
         made.score(TARGETS)
     else:
         made.stream_scores(TRAIN, TARGETS, method="EKFAC", checkpoints=others)
-
     assert torch.equal(torch.get_rng_state(), random)
     assert all(a is b for a, b in zip(mine.parameters(), parameters, strict=True))
     assert [p.requires_grad for p in mine.parameters()] == [True, False, True, True, True, True]
@@ -501,7 +467,6 @@ def test_positive_scores_mean_that_the_row_raises_the_output():
     made = attributor(model=net, task="regression", projector="none", method=method)
     made.featurize(TensorDataset(x, y[:, None]))
     scores = made.score(TensorDataset(targets, torch.zeros(5, 1))).numpy()
-
     moves = [(fit(1 + 1e-6 * one) - net.weight[0].detach()) / 1e-6 for one in torch.eye(20).double()]
     np.testing.assert_allclose(scores, torch.stack(moves) @ targets.T, rtol=1e-3, atol=1e-5)
 
@@ -522,17 +487,14 @@ def test_scores_become_numpy_pandas_and_xarray_with_rows_and_targets_named(in_me
         assert said in repr(in_memory)
 
 
-@pytest.mark.parametrize(
-    ("own", "loader", "call", "expected"),
-    [
-        (30, None, None, [30, 30, 10]),
-        (30, 40, None, [40, 30]),
-        (30, 40, 50, [50, 20]),
-        (None, None, None, [32, 32, 6]),
-    ],
-)
+@pytest.mark.parametrize(("own", "loader", "call", "expected"), [
+    (30, None, None, [30, 30, 10]),
+    (30, 40, None, [40, 30]),
+    (30, 40, 50, [50, 20]),
+    (None, None, None, [32, 32, 6]),
+])  # fmt: skip
 def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(own, loader, call, expected):
-    sizes: list[int] = []
+    sizes = []
 
     def collate(samples):
         sizes.extend([len(samples)] * (len(samples) not in (1, 8)))  # these are collated again, to compare
@@ -541,7 +503,6 @@ def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(own, load
     made = attributor(collate=collate, batch_size=own)
     data = TRAIN if loader is None else DataLoader(TRAIN, batch_size=loader)
     made.featurize(Rows(data, batch_size=call, name="train"))
-
     assert sizes == expected
     del sizes[:]
     made.score(Rows(TRAIN, name="targets"), batch_size=20)
@@ -574,15 +535,12 @@ def test_a_store_of_other_settings_is_refused_naming_each_difference(stored):
         ):
             with pytest.raises(ManifestMismatchError, match=key):
                 call()
-
     assert contents(stored) == before
 
 
 def test_a_store_keeps_how_float32_products_are_computed_which_a_cpu_ignores(tmp_path, in_memory, expected):
     _, scores = finished(tmp_path / "b.zarr", float32_products="tf32")
-
     opened = Attributor.open(tmp_path / "b.zarr", model())
-
     assert opened.featurize(TRAIN, checkpoints=states()).rows_written == 0
     np.testing.assert_array_equal(scores.numpy(), expected)
     computer = partial(FunctionalGradientComputer, float32_products="tf32")
@@ -599,9 +557,8 @@ def test_targets_that_an_earlier_version_stored_with_q_and_w_are_continued(store
     own = attributor(tmp_path / "targets.zarr")
     own.featurize(TARGETS, checkpoints=states()[1:])
     with ZarrFeatureStore.open(own.path) as store:
-        beside = {
-            name: store.open_table("ckpt-0").read(name)[:2] for name in ("out_to_loss", "loss_curvature")
-        }
+        targets = store.open_table("ckpt-0")
+        beside = {name: targets.read(name)[:2] for name in ("out_to_loss", "loss_curvature")}
     with ZarrFeatureStore.open(stored_here, "r+") as store:
         table = store.open_table(path)
         assert [column.name for column in table.spec.columns] == ["features"]
@@ -613,7 +570,6 @@ def test_targets_that_an_earlier_version_stored_with_q_and_w_are_continued(store
         wide.put(0, {"features": rows[:2], **beside})
     made = attributor(stored_here)
     made.featurize(TRAIN, checkpoints=states())
-
     np.testing.assert_array_equal(made.score(TARGETS, name="test").numpy(), expected)
 
 
@@ -642,7 +598,6 @@ def test_a_model_that_was_trained_further_is_pointed_out(tmp_path, in_memory):
     made.featurize(TRAIN)  # the same weights
     with torch.no_grad():
         next(net.parameters()).add_(1.0)
-
     with pytest.raises(StateError, match=r"those of 'current' when it was featurized, and has others now\."):
         made.score(TARGETS)
     with pytest.warns(UserWarning, match=r"other weights of the model itself already \(ckpt-0,"):
@@ -660,7 +615,6 @@ def test_weights_are_found_again_where_they_can_be_and_asked_for_otherwise(tmp_p
     alone.featurize(TRAIN)
     current = made.score(TARGETS, name="current", checkpoints=[None])  # as it came, after other checkpoints
     np.testing.assert_array_equal(current.numpy(), alone.score(TARGETS).numpy())
-
     made = attributor(tmp_path / "b.zarr")
     made.featurize(TRAIN, checkpoints=iter([first, second]))
     stated = r"ckpt-0 \(featurized as '0'\), ckpt-1 .*checkpoints=.*drop_checkpoint"
@@ -675,9 +629,7 @@ def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(sto
     monkeypatch.setattr(
         os, "access", lambda path, mode, **kwargs: not mode & os.W_OK
     )  # also when run as root
-
     again = attributor(stored)
-
     assert again.featurize(TRAIN, checkpoints=states()).rows_written == 0
     np.testing.assert_array_equal(again.score(TARGETS, name="test").numpy(), expected)
     with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr.*it cannot be written.*Make the folder writable"):
@@ -695,9 +647,7 @@ def test_gradients_that_really_are_zero_are_stored(fitted):
     y = linear(x).detach() + 1.0
     y[fitted] = linear(x[fitted]).detach() + (1e-7 if fitted.stop else 0)
     task = RegressionModelOutput(output="neg_squared_error")
-
     made = attributor(model=linear, task=task, dtype="float16" if fitted.stop else "float32")
-
     with nullcontext() if fitted.stop else pytest.warns(UserWarning, match=f"all {N} computed rows"):
         found = made.featurize(Rows(TensorDataset(x, y), batch_size=None if fitted.stop else 1))
     assert found.rows_written == N
@@ -738,10 +688,8 @@ def test_gradients_in_bfloat16_are_rows_without_a_projection(dtype):
     torch.manual_seed(0)
     net, x, y = nn.Linear(4, 2).bfloat16(), torch.randn(6, 4).bfloat16(), torch.arange(6) % 2
     made = attributor(model=net, dtype=dtype, projector="none", store_norms=True)
-
     made.featurize(Rows(TensorDataset(x, y), batch_size=4))
     scores = made.score(TensorDataset(x, y), method=GradDot(q="off")).numpy()
-
     logits = net(x).float()
     margins = logits[range(6), y] - logits[range(6), 1 - y]
     rows = [torch.autograd.grad(f, list(net.parameters()), retain_graph=True) for f in margins]

@@ -12,7 +12,6 @@ from trak_lite.store import RemotePlace
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
-
 N, M = 70, 6
 TRAIN, TARGETS = labelled(N, 0), labelled(M, 1)
 CHECKPOINTS = [perceptron(seed=seed).state_dict() for seed in (1, 2)]
@@ -59,7 +58,6 @@ def test_scores_equal_those_of_a_local_run_bitwise(where, expected, tmp_path):
     np.testing.assert_array_equal(scores.numpy(), expected.numpy())
     np.testing.assert_array_equal(scores.self_influence(), expected.self_influence())
     assert scores.top(3, target=1).indices.tolist() == expected.top(3, target=1).indices.tolist()
-
     again = Attributor.open(where, perceptron(), progress=False)
     found = again.featurize(Rows(TRAIN, name="train"), CHECKPOINTS)
     assert (found.rows_written, found.rows_found) == (0, 2 * N)

@@ -1,7 +1,5 @@
 """Rows appended to featurized data, checkpoints dropped, and processes that meet on one store in this process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -11,15 +9,7 @@ import torch
 from tiny_runs import Counting, contents, perceptron, random_states
 from torch.utils.data import Subset, TensorDataset
 
-from trak_lite import Attributor, Rows
-from trak_lite.errors import (
-    BusyError,
-    HeldHereError,
-    InvalidInputError,
-    ManifestMismatchError,
-    ReadOnlyStoreError,
-    StateError,
-)
+from trak_lite import Attributor, Rows, errors
 from trak_lite.store import MemoryFeatureStore, ZarrFeatureStore, check_store
 
 N, R = 70, 32
@@ -36,9 +26,8 @@ def rows(count):
 
 
 def attributor(path, **changes):
-    return Attributor(
-        model(), "image_classification", path, **{"proj_dim": 16, "dtype": "float32", **changes}
-    )
+    settings = {"proj_dim": 16, "dtype": "float32", **changes}
+    return Attributor(model(), "image_classification", path, **settings)
 
 
 def features(path, table="ckpt-0"):
@@ -53,7 +42,6 @@ def _small_chunks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A store of all rows at once."""
     path = tmp_path_factory.mktemp("whole") / "a.zarr"
     attributor(path).featurize(rows(N + R + 1), states())
     return path
@@ -67,9 +55,7 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
     with ZarrFeatureStore.open(path) as store:
         held = list(store.open_table("ckpt-0").chunks("features"))
         assert [len(chunk) for _, chunk in held] == [R, R, N - 2 * R]
-
         summary = attributor(path).featurize(Rows(longer, name="d"), states(), append=True)
-
         np.testing.assert_array_equal(store.open_table("ckpt-0").read("features"), before)
         np.testing.assert_array_equal(np.concatenate([chunk for _, chunk in held]), before)
     assert (summary.rows_written, summary.rows_found) == (2 * more, 2 * N)
@@ -91,22 +77,20 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
     fresh = attributor(None)
     fresh.featurize(rows(N + 3), states())
     expected = fresh.score(TARGETS, "test").numpy()
-
     np.testing.assert_allclose(made.score(TARGETS, "new").numpy(), expected, rtol=1e-4, atol=1e-6)
     assert old.shape == (N, 5)
     for call in (lambda: made.scores("test"), lambda: made.score(TARGETS, "test")):
-        with pytest.raises(
-            StateError, match=r"have 70 train rows, but the store has 73 now.* drop_scores\('test'\)"
-        ):
+        said = r"have 70 train rows, but the store has 73 now.* drop_scores\('test'\)"
+        with pytest.raises(errors.StateError, match=said):
             call()
     without_q = replace(made.method, q="off")
     made.score(TARGETS, "new", method=without_q)
     made.drop_scores("new")
-    with pytest.raises(StateError, match="no scores 'new' made with"):
+    with pytest.raises(errors.StateError, match="no scores 'new' made with"):
         made.scores("new", method=without_q)
     made.drop_scores("test")
     np.testing.assert_allclose(made.score(TARGETS, "test").numpy(), expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(StateError, match="no scores 'other'"):
+    with pytest.raises(errors.StateError, match="no scores 'other'"):
         made.drop_scores("other")
 
 
@@ -126,10 +110,9 @@ def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, mon
         patched.setattr(ZarrFeatureStore, "grow_table", stop)
         with pytest.raises(KeyboardInterrupt):
             made.featurize(rows(N + 5), states(), append=True)
-
-    with pytest.raises(StateError, match="ckpt-0 has 70 of 75 train rows"):
+    with pytest.raises(errors.StateError, match="ckpt-0 has 70 of 75 train rows"):
         made.score(TARGETS)
-    with pytest.raises(ManifestMismatchError, match=r"dataset\.num_rows is 75 there, 70 here"):
+    with pytest.raises(errors.ManifestMismatchError, match=r"dataset\.num_rows is 75 there, 70 here"):
         made.featurize(rows(N), states())
     summary = attributor(tmp_path / "a.zarr").featurize(rows(N + 5), states())
     assert (summary.rows_written, summary.rows_found) == (10, 2 * N)
@@ -156,44 +139,36 @@ def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp
     before = contents(tmp_path)
     for said, call in (
         (r"num_rows is 70 there, 71 here.*pass append=True", lambda: made.featurize(rows(N + 1))),
-        (
-            r"num_rows is 70 there, 69 here;.* Use the stored settings",
-            lambda: made.featurize(rows(N - 1), append=True),
-        ),
-        (
-            r"projector\.seed is 0 there, 1 here",
-            lambda: attributor(tmp_path / "a.zarr", seed=1).featurize(rows(N + 1), append=True),
-        ),
-    ):
-        with pytest.raises(ManifestMismatchError, match=said):
+        (r"num_rows is 70 there, 69 here;.* Use the stored settings",
+         lambda: made.featurize(rows(N - 1), append=True)),
+        (r"projector\.seed is 0 there, 1 here",
+         lambda: attributor(tmp_path / "a.zarr", seed=1).featurize(rows(N + 1), append=True)),
+    ):  # fmt: skip
+        with pytest.raises(errors.ManifestMismatchError, match=said):
             call()
     for key, data in OTHER.items():
-        with pytest.raises(ManifestMismatchError, match=key) as caught:
+        with pytest.raises(errors.ManifestMismatchError, match=key) as caught:
             made.featurize(data, append=True)
         assert "num_rows" not in str(caught.value)
         assert "to the same data in the same order" in str(caught.value)
     assert made.featurize(rows(N), append=True).rows_written == 0
     monkeypatch.setattr("os.access", lambda *args: False)
-    with pytest.raises(ReadOnlyStoreError, match=r"a\.zarr was opened for reading: it cannot be written"):
+    said = r"a\.zarr was opened for reading: it cannot be written"
+    with pytest.raises(errors.ReadOnlyStoreError, match=said):
         attributor(tmp_path / "a.zarr").featurize(rows(N + 1), append=True)
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("shorter", "longer"),
-    [
-        (Rows(rows(N)), Rows(changed(N + 2))),
-        (Rows(Counting(rows(N))), Rows(Counting(rows(N + 3)))),
-        (Rows(rows(N + 3), indices=range(2, N)), Rows(rows(N + 3), indices=range(2, N + 3))),
-        (Rows(Subset(rows(N), range(N))), Rows(Subset(changed(N + 1), range(N + 3)))),
-    ],
-)
+@pytest.mark.parametrize(("shorter", "longer"), [
+    (Rows(rows(N)), Rows(changed(N + 2))),
+    (Rows(Counting(rows(N))), Rows(Counting(rows(N + 3)))),
+    (Rows(rows(N + 3), indices=range(2, N)), Rows(rows(N + 3), indices=range(2, N + 3))),
+    (Rows(Subset(rows(N), range(N))), Rows(Subset(changed(N + 1), range(N + 3)))),
+])  # fmt: skip
 def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(shorter, longer):
     made = attributor(None)
     count = made.featurize(shorter).rows_written
-
     summary = made.featurize(longer, append=True)
-
     assert (summary.rows_written, summary.rows_found) == (3, count)
 
 
@@ -203,16 +178,16 @@ def test_whoever_fills_the_last_chunk_is_waited_for_before_a_table_grows(monkeyp
 
     def busy(self, path, num_rows):
         if num_rows > N + 1:
-            raise HeldHereError("held here")
+            raise errors.HeldHereError("held here")
         if len(waits) < 3:
-            raise BusyError("held")
+            raise errors.BusyError("held")
         return grow(self, path, num_rows)
 
     monkeypatch.setattr(MemoryFeatureStore, "grow_table", busy)
     monkeypatch.setattr("time.sleep", waits.append)
     assert made.featurize(rows(N + 1), append=True).rows_written == 1
     assert waits == sorted(waits)
-    with pytest.raises(HeldHereError):
+    with pytest.raises(errors.HeldHereError):
         made.featurize(rows(N + 2), append=True)
 
 
@@ -231,13 +206,12 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
             (left,) = store.table_names("preconditioned")  # of the targets multiplied by an inverse curvature
         assert left.endswith("/ckpt-1")
     np.testing.assert_array_equal(made.scores("ckpt-0").numpy(), kept)
-
     alone = attributor(None)
     alone.featurize(rows(N), [first])
     alone.featurize(rows(N), [second])
     expected = alone.score(TARGETS, checkpoints=[second]).numpy()
     np.testing.assert_array_equal(made.score(TARGETS, "one").numpy(), expected)
-    with pytest.raises(StateError, match="no features for 1 of the 2 checkpoints"):
+    with pytest.raises(errors.StateError, match="no features for 1 of the 2 checkpoints"):
         made.scores("both")
     assert made.featurize(rows(N), [first]).rows_written == N
     assert made.score(TARGETS, "again").shape == (N, 5)
@@ -245,14 +219,14 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
 
 def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path):
     made = attributor(tmp_path / "a.zarr")
-    with pytest.raises(StateError, match="no store"):
+    with pytest.raises(errors.StateError, match="no store"):
         made.drop_checkpoint("ckpt-0")
     for state in states():  # two of one name
         (twice,) = made.featurize(rows(N), state).checkpoints
     (once,) = made.featurize(rows(N)).checkpoints
-    with pytest.raises(InvalidInputError, match=r"0 checkpoints have the name 'epoch 9'.*ckpt-2"):
+    with pytest.raises(errors.InvalidInputError, match=r"0 checkpoints have the name 'epoch 9'.*ckpt-2"):
         made.drop_checkpoint("epoch 9")
-    with pytest.raises(InvalidInputError, match="2 checkpoints have the name"):
+    with pytest.raises(errors.InvalidInputError, match="2 checkpoints have the name"):
         made.drop_checkpoint(twice)
     made.drop_checkpoint(once)
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
@@ -269,9 +243,8 @@ class Meanwhile(Counting):
     def __getitem__(self, index):
         if not self.loaded:
             self.loaded.append(index)
-            attributor(self.path, **self.changes).featurize(
-                Rows(Counting(rows(N)), name="d"), self.checkpoint
-            )
+            data = Rows(Counting(rows(N)), name="d")
+            attributor(self.path, **self.changes).featurize(data, self.checkpoint)
         return super().__getitem__(index)
 
 
@@ -287,7 +260,7 @@ def test_runs_that_begin_at_the_same_moment_share_a_checkpoint_or_get_a_number_e
         np.testing.assert_array_equal(*(features(tmp_path / f"{name}.zarr", table) for name in "bc"))
     path = tmp_path / "d.zarr"
     other = Meanwhile(path, first, store_norms=True)  # the same weights: no other number helps
-    with pytest.raises(ManifestMismatchError, match="table columns"):
+    with pytest.raises(errors.ManifestMismatchError, match="table columns"):
         attributor(path).featurize(Rows(other, name="d"), first)
 
 
@@ -301,10 +274,10 @@ def test_rows_that_another_process_appends_meanwhile_are_told(tmp_path):
         attributor(path).featurize(rows(N + R), [first, new], append=True)
         yield new
 
-    with pytest.raises(StateError, match=rf"ckpt-1 has {N + R} rows, and the data has {N}"):
+    with pytest.raises(errors.StateError, match=rf"ckpt-1 has {N + R} rows, and the data has {N}"):
         attributor(path).featurize(rows(N), meanwhile(second))
     assert attributor(path).score(TARGETS, checkpoints=[first, second]).shape == (N + R, 5)
     attributor(path).featurize(rows(N + R + 1), [first], append=True)
-    with pytest.raises(StateError, match=rf"ckpt-1 has {N + R} of {N + R + 1} train rows"):
+    with pytest.raises(errors.StateError, match=rf"ckpt-1 has {N + R} of {N + R + 1} train rows"):
         attributor(path).score(TARGETS, checkpoints=[first, second])
     assert attributor(path).score(TARGETS, "one", checkpoints=[first]).shape == (N + R + 1, 5)

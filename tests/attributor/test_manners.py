@@ -1,7 +1,5 @@
 """Library manners: one bar, shown where somebody looks; no chatter; a light import; a Ctrl-C that says what is safe."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -58,18 +56,15 @@ def featurize(made, data=TRAIN):
     return made.featurize(Rows(data, batch_size=BATCH, name="mine"))
 
 
-@pytest.mark.parametrize(
-    ("asked", "rank", "group", "shown"),
-    [
-        (True, "0", None, True),
-        (True, "1", None, False),
-        (True, "no number", None, True),
-        (True, "1", 0, True),  # the rank of a process group counts more than that of the launcher
-        (True, "0", 1, False),
-        (None, "0", None, True),  # a terminal shows the bar without being asked
-        (None, "1", None, False),
-    ],
-)
+@pytest.mark.parametrize(("asked", "rank", "group", "shown"), [
+    (True, "0", None, True),
+    (True, "1", None, False),
+    (True, "no number", None, True),
+    (True, "1", 0, True),  # the rank of a process group counts more than that of the launcher
+    (True, "0", 1, False),
+    (None, "0", None, True),  # a terminal shows the bar without being asked
+    (None, "1", None, False),
+])  # fmt: skip
 def test_of_several_processes_rank_0_shows_the_bar(asked, rank, group, shown, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: asked is None)
@@ -79,7 +74,6 @@ def test_of_several_processes_rank_0_shows_the_bar(asked, rank, group, shown, mo
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: group)
     attributor(None, progress=asked).featurize(FEW)
-
     assert ("40/40" in stderr.getvalue()) is shown
 
 
@@ -94,7 +88,6 @@ def test_every_long_call_shows_one_bar_at_a_time_with_rate_and_time_left(progres
         assert capsys.readouterr() == ("", "")
         return
     verify(scores, lambda rows, seed: nn.Linear(4, 3), TARGETS, budget=4, train_id="none")
-
     shown = capsys.readouterr().err
     labels = ["Featurizing current", "Fitting the curvature of", "Scoring 'first-five'", "Retraining"]
     assert [label for label in labels if label not in shown] == []
@@ -113,9 +106,7 @@ def test_without_a_terminal_a_line_a_minute_says_how_far_all_checkpoints_are(
     if logged:
         caplog.set_level("INFO", logger="trak_lite._progress")
     states = [nn.Linear(4, 3).state_dict() for _ in range(3)]
-
     attributor(None).featurize(Rows(FEW, batch_size=8), states)
-
     lines = capsys.readouterr().err.splitlines()
     said = [record.getMessage() for record in caplog.records if record.name == "trak_lite._progress"]
     lines, nowhere = (said, lines) if logged else (lines, said)
@@ -171,7 +162,6 @@ def test_an_attributor_shows_its_settings_and_the_content_of_its_store(tmp_path)
     assert "run.zarr: no row yet, call featurize(data)" in repr(made)
     made.featurize(FEW)
     made.score(TARGETS, "first-five")
-
     for said in (
         "Attributor of Linear\n  task: image_classification\n  parameters: 15 in 2 tensors, on cpu\n",
         "features: 8 (countsketch, proj_dim=8)\n  rows: float16, 24 bytes each per checkpoint\n",
@@ -201,7 +191,6 @@ def test_a_ctrl_c_tells_how_many_rows_are_done_and_how_to_continue(tmp_path, on_
     made = attributor(path)
     with pytest.raises(KeyboardInterrupt) as caught:
         featurize(made, Stopping(interrupt))
-
     where = f"Finished work is stored in {path}. Make the same call again to continue."
     said, place = caught.value.__notes__
     assert said == f"Featurizing current: at least 96 of {N} rows are done."
@@ -227,6 +216,5 @@ def test_a_ctrl_c_while_retraining_counts_models(tmp_path):
     masks = np.eye(4, dtype=bool)
     with pytest.raises(KeyboardInterrupt) as caught:
         retrain(train, masks, lambda model: [model], path=tmp_path / "r.zarr", seeds=(0, 1))
-
     assert caught.value.__notes__[0] == "Retraining: at least 3 of 8 models are done."
     assert f"Finished work is stored in {tmp_path}" in caught.value.__notes__[1]

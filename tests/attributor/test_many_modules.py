@@ -1,7 +1,5 @@
 """Models of as many modules as published ones have: names and keys in the store do not grow with their number."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,8 +17,6 @@ from trak_lite.report import write_report
 
 
 class Deep(nn.Module):
-    """Layers of 2 x 2, each beside the identity."""
-
     def __init__(self, depth):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(depth))
@@ -47,7 +43,6 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_p
     attributor.featurize(data)
     scores = attributor.score(small_data(3), name="t")
     plain = attributor.score(small_data(3), name="t", method="GradDot")
-
     assert attributor.layout.width == 2 * DEPTH
     stored = attributor.scores("t", dense=False, method="GradDot")
     np.testing.assert_allclose(stored.top(4, target=0).scores, np.sort(plain.numpy()[:, 0])[::-1], rtol=1e-4)
@@ -59,10 +54,9 @@ def test_hundreds_of_modules_are_featurized_scored_reported_and_told_apart(tmp_p
     main(["inspect", store])
     assert 100 < len(capsys.readouterr().out) < 2_000
     assert max(len(name) for _, _, names in os.walk(store) for name in names) < 100
+    others = nn.Sequential(*Deep(DEPTH).layers)
     with pytest.raises(ManifestMismatchError, match=r"parameters\.0\.bias.*and \d{3} more") as caught:
-        Attributor(nn.Sequential(*Deep(DEPTH).layers), "image_classification", store, proj_dim=2).featurize(
-            data
-        )
+        Attributor(others, "image_classification", store, proj_dim=2).featurize(data)
     assert len(str(caught.value)) < 4_000
 
 
@@ -97,11 +91,9 @@ def test_file_descriptors_do_not_grow_with_checkpoints(tmp_path):
 def test_messages_about_checkpoints_do_not_grow_with_their_number(tmp_path):
     model = nn.Linear(2, 2)
     states = [{name: value + 0.01 * i for name, value in model.state_dict().items()} for i in range(30)]
-    Attributor(model, "image_classification", tmp_path / "run.zarr", proj_dim=2).featurize(
-        small_data(4), states
-    )
+    made = Attributor(model, "image_classification", tmp_path / "run.zarr", proj_dim=2)
+    made.featurize(small_data(4), states)
     opened = Attributor.open(tmp_path / "run.zarr", nn.Linear(2, 2))
-
     with pytest.raises(StateError, match=r"\) and 20 more are needed"):
         opened.score(small_data(3))
     with pytest.raises(InvalidInputError, match=r"ckpt-9 \(9\) and 20 more"):

@@ -1,7 +1,5 @@
 """What ``docs/pages/porting.md`` says of other libraries' scores, against their formulas in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -55,6 +53,5 @@ def test_dattris_example_orders_train_rows_alike(trained):
     attributor.featurize(train_set)
     scores = attributor.score(TensorDataset(inputs[N:], labels[N:])).numpy()
     expected = influences(model, inputs, labels).numpy()
-
     correlations = [spearman(scores[:, target], expected[:, target]) for target in range(M)]
     assert np.mean(correlations) > 0.9

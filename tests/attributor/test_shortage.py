@@ -4,8 +4,6 @@ The failures are real ones: each is caused in the place named by the test, in a 
 process is needed.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -54,10 +52,11 @@ class Failing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 3)
-        self.fail, self.passes = fail, iter(range(passes))  # a count would be undone after each pass
+        self.fail, self.passes = fail, passes
 
     def forward(self, inputs):
-        if next(self.passes, None) is None:
+        self.passes -= 1
+        if self.passes < 0:
             self.fail()
         return self.linear(inputs)
 
@@ -68,7 +67,7 @@ def attributor(path, model, engine="hook", **settings):
 
 def finished(path):
     """Featurize what is left, with a model that does not fail, and return the scores."""
-    made = attributor(path, Failing(None, 10**9))
+    made = attributor(path, Failing(None, float("inf")))
     made.featurize(Rows(TRAIN, batch_size=8))
     return made.score(Rows(TARGETS, batch_size=8)).numpy()
 
@@ -77,17 +76,15 @@ def finished(path):
 @pytest.mark.parametrize("engine", ["auto", "hook", "functional", "iterative"])
 def test_a_shortage_during_a_pass_is_not_taken_for_an_unsupported_model(engine, passes, tmp_path):
     for fail in (no_memory, no_array, no_thread):
+        made = attributor(tmp_path / fail.__name__, Failing(fail, passes), engine)
         with pytest.raises(ShortageError, match=r"ulimit"):
-            attributor(tmp_path / fail.__name__, Failing(fail, passes), engine).featurize(
-                Rows(TRAIN, batch_size=8)
-            )
+            made.featurize(Rows(TRAIN, batch_size=8))
 
 
 @pytest.mark.parametrize("passes", [5, 2])
 def test_rows_done_before_a_shortage_are_kept_and_the_others_are_right(passes, tmp_path):
     with pytest.raises(ShortageError):
         attributor(tmp_path / "a.zarr", Failing(no_memory, passes)).featurize(Rows(TRAIN, batch_size=8))
-
     assert finished(tmp_path / "a.zarr").tobytes() == finished(tmp_path / "b.zarr").tobytes()
 
 
@@ -116,7 +113,6 @@ def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
         process.start()
         process.join()
         outcomes.append(report.read_text())
-
     short = [outcome for outcome in outcomes if outcome != "finished"]
     assert outcomes[-1] == "finished"
     assert len(short) > 1
@@ -124,8 +120,6 @@ def test_few_file_descriptors_are_named_wherever_they_run_out(tmp_path):
 
 
 class KilledLoading(Dataset[Any]):
-    """The train rows; the process that loads row 17 is killed."""
-
     def __len__(self):
         return N
 
@@ -138,8 +132,8 @@ class KilledLoading(Dataset[Any]):
 
 def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path):
     loader = DataLoader(KilledLoading(), batch_size=8, num_workers=1, multiprocessing_context="fork")
-
+    made = attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto")
     with pytest.raises(WorkerLostError, match="num_workers"):
-        attributor(tmp_path / "a.zarr", Failing(None, 10**9), "auto").featurize(Rows(loader, name="mine"))
+        made.featurize(Rows(loader, name="mine"))
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() in ([], ["ckpt-0"])

@@ -1,11 +1,7 @@
 """Columns of the train data against plain loops: labels, filters, weights."""
 
-from __future__ import annotations
-
 import datetime
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from trak_lite.data.columns import Column, column_of, columns_of, wanted_rows, w
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
 pytestmark = pytest.mark.quick
-
 SOURCES = ["web", "book", "web", "code", "book"]
 YEARS = [2021, 2022, 2022, 2021, 2022]
 COLUMNS = columns_of({"source": SOURCES, "year": torch.tensor(YEARS)}, 5, "columns")
@@ -35,42 +30,34 @@ def test_labels_that_differ_in_nuls_stay_apart(kind, texts):
             assert column.matches(value).tolist() == [one == value for one in values]
 
 
-@pytest.mark.parametrize(
-    ("where", "rows"),
-    [
-        ({"source": "web"}, [0, 2]),
-        ({"source": ["web", "code"]}, [0, 2, 3]),
-        ({"source": ("web", "nowhere")}, [0, 2]),
-        ({"source": "web", "year": 2022}, [2]),
-        ({"year": "2021"}, [0, 3]),
-        ({"year": {2021, 2022}}, [0, 1, 2, 3, 4]),
-        ({"year": np.array([2022])}, [1, 2, 4]),
-        ({"year": torch.tensor([2022])}, [1, 2, 4]),
-        ({"year": range(2022, 2030)}, [1, 2, 4]),
-        ({"source": ["book", 2021]}, [1, 4]),
-        ({"year": ["web", "2021"]}, [0, 3]),
-        ({}, [0, 1, 2, 3, 4]),
-        (np.array([True, False, False, False, True]), [0, 4]),
-        (torch.tensor([False, True, False, False, False]), [1]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("where", "rows"), [
+    ({"source": "web"}, [0, 2]),
+    ({"source": ["web", "code"]}, [0, 2, 3]),
+    ({"source": ("web", "nowhere")}, [0, 2]),
+    ({"source": "web", "year": 2022}, [2]),
+    ({"year": "2021"}, [0, 3]),
+    ({"year": {2021, 2022}}, [0, 1, 2, 3, 4]),
+    ({"year": np.array([2022])}, [1, 2, 4]),
+    ({"year": torch.tensor([2022])}, [1, 2, 4]),
+    ({"year": range(2022, 2030)}, [1, 2, 4]),
+    ({"source": ["book", 2021]}, [1, 4]),
+    ({"year": ["web", "2021"]}, [0, 3]),
+    ({}, [0, 1, 2, 3, 4]),
+    (np.array([True, False, False, False, True]), [0, 4]),
+    (torch.tensor([False, True, False, False, False]), [1]),
+], ids=str)  # fmt: skip
 def test_a_filter_takes_rows_with_a_value_in_every_named_column(where, rows):
     assert np.flatnonzero(wanted_rows(where, COLUMNS, 5)).tolist() == rows
 
 
-@pytest.mark.parametrize(
-    ("message", "where", "error"),
-    [
-        (r"Unknown columns: \['sorce'\]\. Nearest known: \['source'\]", {"sorce": "web"}, UnknownNameError),
-        (r"\{'source': 'wbe'\}\. Values .* \{'source': \[.*'web'", {"source": "wbe"}, InvalidInputError),
-        ("No train row satisfies", {"source": []}, InvalidInputError),
-        ("a mask without True", np.zeros(5, bool), InvalidInputError),
-        (r"mask of 5 booleans .* bool of shape \(4,\)", np.ones(4, bool), InvalidInputError),
-        ("mask of 5 booleans .* int64", [0, 1, 0, 0, 1], InvalidInputError),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("message", "where", "error"), [
+    (r"Unknown columns: \['sorce'\]\. Nearest known: \['source'\]", {"sorce": "web"}, UnknownNameError),
+    (r"\{'source': 'wbe'\}\. Values .* \{'source': \[.*'web'", {"source": "wbe"}, InvalidInputError),
+    ("No train row satisfies", {"source": []}, InvalidInputError),
+    ("a mask without True", np.zeros(5, bool), InvalidInputError),
+    (r"mask of 5 booleans .* bool of shape \(4,\)", np.ones(4, bool), InvalidInputError),
+    ("mask of 5 booleans .* int64", [0, 1, 0, 0, 1], InvalidInputError),
+], ids=str)  # fmt: skip
 def test_a_filter_of_nothing_is_refused(where, error, message):
     with pytest.raises(error, match=message):
         wanted_rows(where, COLUMNS, 5)
@@ -96,16 +83,13 @@ def test_texts_of_numbers_are_found_in_columns_of_floats():
     assert Column.of([True, False], 2, "flags").matches("True").tolist() == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("values", "labels", "value", "found"),
-    [
-        (["web", None, "book", None], ["None", "book", "web"], None, [1, 3]),
-        (["web", float("nan"), "book", "web"], ["None", "book", "web"], "None", [1]),  # as in a pandas frame
-        ([True, None, False, True], ["False", "None", "True"], True, [0, 3]),
-        ([3, None, 1, 3], ["1.0", "3.0", "nan"], "nan", [1]),
-        ([None, None, None, None], ["None"], None, [0, 1, 2, 3]),
-    ],
-)
+@pytest.mark.parametrize(("values", "labels", "value", "found"), [
+    (["web", None, "book", None], ["None", "book", "web"], None, [1, 3]),
+    (["web", float("nan"), "book", "web"], ["None", "book", "web"], "None", [1]),  # as in a pandas frame
+    ([True, None, False, True], ["False", "None", "True"], True, [0, 3]),
+    ([3, None, 1, 3], ["1.0", "3.0", "nan"], "nan", [1]),
+    ([None, None, None, None], ["None"], None, [0, 1, 2, 3]),
+])  # fmt: skip
 def test_a_missing_value_is_a_label(values, labels, value, found):
     for labels_given in (values, np.array(values, object)):
         column = Column.of(labels_given, 4, "values")
@@ -113,7 +97,7 @@ def test_a_missing_value_is_a_label(values, labels, value, found):
         assert np.flatnonzero(column.matches(value)).tolist() == found
 
 
-def peak_of(call: Callable[[], Any]) -> tuple[Any, int]:
+def peak_of(call):
     tracemalloc.start()
     try:
         return call(), tracemalloc.get_traced_memory()[1]
@@ -140,7 +124,7 @@ class Table:
 
     column_names = ("source", "year")
 
-    def __getitem__(self, name: str) -> list[Any]:
+    def __getitem__(self, name):
         return {"source": SOURCES, "year": YEARS}[name]
 
 
@@ -156,20 +140,14 @@ TYPES = "several types, which cannot be sorted"
 DAY = datetime.date(2024, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("message", "data"),
-    [
-        ("columns must be a mapping of names to one value per row.* got list", SOURCES),
-        (
-            r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
-            {"source": SOURCES[:4]},
-        ),
-        (TYPES, {"source": ["web", None, 3, "b", "c"]}),
-        (TYPES, {"day": [DAY, None, None, None, None]}),
-        (TYPES, {"source": ["web", 2, 3, 4, 5]}),
-        ("'ids' must hold one label for each row, got lists", {"ids": [[1], [1, 2], [3], [4], [5]]}),
-    ],
-)
+@pytest.mark.parametrize(("message", "data"), [
+    ("columns must be a mapping of names to one value per row.* got list", SOURCES),
+    (r"'source' must hold one label for each of 5, got an array of shape \(4,\)", {"source": SOURCES[:4]}),
+    (TYPES, {"source": ["web", None, 3, "b", "c"]}),
+    (TYPES, {"day": [DAY, None, None, None, None]}),
+    (TYPES, {"source": ["web", 2, 3, 4, 5]}),
+    ("'ids' must hold one label for each row, got lists", {"ids": [[1], [1, 2], [3], [4], [5]]}),
+])  # fmt: skip
 def test_columns_that_are_not_one_label_per_row_are_refused(message, data):
     with pytest.raises(InvalidInputError, match=message):
         columns_of(data, 5, "columns")

@@ -6,13 +6,12 @@ import gc
 import multiprocessing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import tiny_runs
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
@@ -23,15 +22,15 @@ from trak_lite.errors import InvalidInputError
 class Counting(tiny_runs.Counting):
     """Ten samples that remember which of them were loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(TensorDataset(torch.arange(10.0)[:, None], torch.arange(10) % 3))
 
 
-def plan(*rows: list[int]) -> list[np.ndarray]:
+def plan(*rows):
     return [np.array(part) for part in rows]
 
 
-def inputs(rows: Rows, *parts: list[int]) -> list[list[float]]:
+def inputs(rows, *parts):
     return [batch[0].flatten().tolist() for _, batch in rows.batches(plan(*parts))]
 
 
@@ -50,10 +49,10 @@ def test_only_planned_rows_are_loaded_and_in_order():
 @pytest.mark.quick
 def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch):
     """They give the same rows; one batch is worth no worker."""
-    made: list[DataLoader[Any]] = []
+    made = []
     start = DataLoader.__iter__
 
-    def recorded(loader: DataLoader[Any]) -> Any:
+    def recorded(loader):
         made.append(loader)
         return start(loader)
 
@@ -69,7 +68,7 @@ def test_a_loader_keeps_what_it_says_of_its_workers(monkeypatch):
 
 
 class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(range(3))
 
 
@@ -83,22 +82,19 @@ NO_ORDER = "does not read the dataset in order"
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("message", "data"),
-    [
-        (f"{NO_ORDER}.*RandomSampler.*shuffle=False", DataLoader(Counting(), shuffle=True)),
-        (NO_ORDER, DataLoader(Counting(), sampler=RandomSampler(range(10)))),
-        (NO_ORDER, DataLoader(Counting(), sampler=SequentialSampler(range(5)))),
-        ("drop_last=True and would leave rows out", DataLoader(Counting(), batch_size=4, drop_last=True)),
-        ("batching switched off", DataLoader(Counting(), batch_size=None)),
-        ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
-        ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
-        ("Tensor of tensors.*TensorDataset", torch.ones(3)),
-        ("int without __getitem__ and __len__", 3),
-        ("IterableDataset, whose rows have no index", Stream()),
-        ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
-    ],
-)
+@pytest.mark.parametrize(("message", "data"), [
+    (f"{NO_ORDER}.*RandomSampler.*shuffle=False", DataLoader(Counting(), shuffle=True)),
+    (NO_ORDER, DataLoader(Counting(), sampler=RandomSampler(range(10)))),
+    (NO_ORDER, DataLoader(Counting(), sampler=SequentialSampler(range(5)))),
+    ("drop_last=True and would leave rows out", DataLoader(Counting(), batch_size=4, drop_last=True)),
+    ("batching switched off", DataLoader(Counting(), batch_size=None)),
+    ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
+    ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
+    ("Tensor of tensors.*TensorDataset", torch.ones(3)),
+    ("int without __getitem__ and __len__", 3),
+    ("IterableDataset, whose rows have no index", Stream()),
+    ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
+])  # fmt: skip
 def test_data_without_stable_rows_is_refused(data, message):
     with pytest.raises(InvalidInputError, match=message):
         Rows(data)
@@ -111,10 +107,10 @@ def test_rows_that_do_not_exist_are_refused(indices):
 
 
 def test_identity_tells_other_samples_other_order_and_other_length_apart():
-    def identity(tensor: Tensor, **given: Any) -> dict[str, Any]:
+    def identity(tensor, **given):
         return Rows(TensorDataset(tensor), **given).identity()
 
-    def one(text: str = "a", pixel: int = 1, mapping: Any = None) -> dict[str, Any]:
+    def one(text="a", pixel=1, mapping=None):
         pixels = np.array([pixel], dtype=np.uint16)
         return Rows([(Sample(text, pixels), mapping or {"k": [1, None]})]).identity()
 
@@ -137,13 +133,11 @@ def test_a_name_for_the_data_spares_loading_any_row():
 
 
 class Exhausted(Counting):
-    """Ten samples of which the one in place 7 raises."""
-
-    def __init__(self, error: type[BaseException] = StopIteration) -> None:
+    def __init__(self, error=StopIteration):
         super().__init__()
         self.error = error
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         if index == 7:
             raise self.error
         return super().__getitem__(index)
@@ -152,15 +146,15 @@ class Exhausted(Counting):
 class ExhaustedBatches(Exhausted):
     """The same, of a dataset that loads a whole batch at once."""
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
-def exhausted_collation(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+def exhausted_collation(samples):
     return next(sample[1] for sample in samples if sample[0] > 8)
 
 
-def exhausted_worker(worker: int) -> None:
+def exhausted_worker(worker):
     raise StopIteration
 
 
@@ -168,19 +162,16 @@ PREPARED = "a worker was prepared to load the dataset"
 ONE, SEVERAL = "loading sample 7 of the dataset", "loading samples 6, 7, 8 of the dataset"
 
 
-@pytest.mark.parametrize(
-    ("loader", "error", "named"),
-    [
-        (DataLoader(Exhausted()), InvalidInputError, ONE),
-        (DataLoader(Exhausted(), num_workers=1), InvalidInputError, ONE),
-        (DataLoader(ExhaustedBatches()), InvalidInputError, SEVERAL),
-        (DataLoader(Counting(), collate_fn=exhausted_collation), InvalidInputError, SEVERAL),
-        (DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker), InvalidInputError, PREPARED),
-        (DataLoader(Exhausted(IndexError), num_workers=1), IndexError, ONE),
-        (DataLoader(Exhausted(KeyError), num_workers=1), KeyError, ONE),
-        (DataLoader(Exhausted(KeyboardInterrupt), num_workers=1), RuntimeError, "exited unexpectedly"),
-    ],
-)
+@pytest.mark.parametrize(("loader", "error", "named"), [
+    (DataLoader(Exhausted()), InvalidInputError, ONE),
+    (DataLoader(Exhausted(), num_workers=1), InvalidInputError, ONE),
+    (DataLoader(ExhaustedBatches()), InvalidInputError, SEVERAL),
+    (DataLoader(Counting(), collate_fn=exhausted_collation), InvalidInputError, SEVERAL),
+    (DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker), InvalidInputError, PREPARED),
+    (DataLoader(Exhausted(IndexError), num_workers=1), IndexError, ONE),
+    (DataLoader(Exhausted(KeyError), num_workers=1), KeyError, ONE),
+    (DataLoader(Exhausted(KeyboardInterrupt), num_workers=1), RuntimeError, "exited unexpectedly"),
+])  # fmt: skip
 def test_an_error_inside_a_dataset_names_the_sample(loader, error, named, monkeypatch):
     """The end of an iterator too: torch's loader hands it on, and a for loop over the loader ends there in silence."""
     for waiting in (torch.utils.data._utils, torch.utils.data._utils.worker):  # 5 s, up to three times
@@ -213,14 +204,12 @@ def test_samples_of_other_lengths_name_what_is_missing():
 
 
 class Opened(Counting):
-    """A dataset that each worker prepares for itself."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         assert get_worker_info().dataset is self
         return torch.tensor(float(self.opened_by)), torch.tensor(index)
 
 
-def name_the_dataset(worker: int) -> None:
+def name_the_dataset(worker):
     get_worker_info().dataset.opened_by = worker
 
 
@@ -229,8 +218,7 @@ def test_a_worker_finds_the_users_dataset_in_its_info():
     assert inputs(rows, [3], [4, 5]) == [[0.0], [0.0, 0.0]]
 
 
-def with_shared(shared: Any, samples: list[Any]) -> dict[str, Any]:
-    """A batch with something that its samples share."""
+def with_shared(shared, samples):
     return {"x": torch.stack([sample[0] for sample in samples]), "shared": shared}
 
 
@@ -239,29 +227,28 @@ def test_a_tensor_that_all_samples_share_is_not_divided_among_as_many(num_worker
     data = TensorDataset(torch.arange(12.0).reshape(6, 2))
     collate = partial(with_shared, torch.tensor([0.7, 0.2, 0.1]))
     rows = Rows(DataLoader(data, batch_size=3, collate_fn=collate, num_workers=num_workers))
-
     with pytest.raises(InvalidInputError, match=r"tensor of shape \(3,\).* all samples share it"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
 
 
-def popped(samples):
-    return torch.stack([sample.pop("x") for sample in samples])
-
-
-def squeezed(samples):
-    return torch.stack([sample["x"] for sample in samples]).squeeze(0)
+def stacked(samples):
+    return torch.stack([sample["x"] for sample in samples])
 
 
 def several(samples):
     first, second, *_ = samples
-    return torch.stack([sample["x"] for sample in (first, second, *_)])
+    return stacked((first, second, *_))
 
 
-def drawn(samples):
-    return torch.stack([sample["x"] for sample in samples]) + torch.rand(1)
+UNCHANGED = {
+    "pops": lambda samples: torch.stack([sample.pop("x") for sample in samples]),
+    "squeezes": lambda samples: stacked(samples).squeeze(0),
+    "takes several": several,
+    "draws": lambda samples: stacked(samples) + torch.rand(1),
+}
 
 
-@pytest.mark.parametrize("collate", [popped, squeezed, several, drawn])
+@pytest.mark.parametrize("collate", UNCHANGED.values(), ids=UNCHANGED)
 def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they_are(collate):
     def samples():
         return [{"x": torch.full((2, 3), float(i))} for i in range(4)]
@@ -271,7 +258,6 @@ def test_collate_functions_that_do_not_take_one_sample_alone_or_draw_are_as_they
     torch.manual_seed(0)
     rows = Rows(samples(), collate=collate, name="rows")
     found = [batch for _, batch in rows.batches(plan([0, 1], [2, 3]))]
-
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -279,48 +265,37 @@ def padded(samples):
     return torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
 
 
-def by_length(samples):
-    return {"x": padded(sorted(samples, key=lambda sample: len(sample["x"]), reverse=True))}
+def by_length(samples, **how):
+    return padded(sorted(samples, key=lambda sample: len(sample["x"]), **how))
 
 
-def backwards(samples):
-    return padded(samples[::-1])
+def lengths(samples):
+    return [len(sample["x"]) for sample in samples]
 
 
-def inputs_alone(samples):
-    return padded(sorted(samples, key=lambda sample: len(sample["x"]))), torch.tensor(
-        [len(s["x"]) for s in samples]
-    )
-
-
-def by_text(samples):
-    return torch.ones(len(samples)), sorted("abcdefghi"[len(sample["x"])] for sample in samples)
-
-
-def noisy(samples):
-    return backwards(samples), torch.rand(len(samples))
+REORDERING = {
+    "by length": lambda samples: {"x": by_length(samples, reverse=True)},
+    "backwards": lambda samples: padded(samples[::-1]),
+    "inputs alone": lambda samples: (by_length(samples), torch.tensor(lengths(samples))),
+    "by text": lambda samples: (torch.ones(len(samples)), sorted("abcdefghi"[n] for n in lengths(samples))),
+    "noisy": lambda samples: (padded(samples[::-1]), torch.rand(len(samples))),
+}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("collate", [by_length, backwards, inputs_alone, by_text, noisy])
+@pytest.mark.parametrize("collate", REORDERING.values(), ids=REORDERING)
 def test_a_collate_function_that_reorders_its_samples_is_refused(collate, num_workers):
     samples = [{"x": torch.arange(float(length + 1))} for length in (7, 5, 1, 1, 3, 2)]
     samples[0]["x"][0] = torch.nan
     rows = Rows(DataLoader(samples, batch_size=3, collate_fn=collate, num_workers=num_workers), name="texts")
-
     with pytest.raises(InvalidInputError, match="changes the order of its samples"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
 
 
 def with_places(samples):
     boxes = [np.array([1.0, len(sample["x"])]) for sample in samples]
-    return (
-        padded(samples),
-        torch.arange(len(samples)),
-        torch.rand(len(samples)),
-        [len(samples)] * len(samples),
-        boxes,
-    )
+    count = len(samples)
+    return padded(samples), torch.arange(count), torch.rand(count), [count] * count, boxes
 
 
 def with_a_part_of_several(samples):
@@ -337,22 +312,18 @@ def test_a_collate_function_may_number_draw_and_repeat(collate):
     expected = collate(samples)
     torch.manual_seed(0)
     ((_, found),) = Rows(samples, collate=collate, name="texts").batches(plan(range(6)))
-
     torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("layers", "num_rows", "loader_size", "expected"),
-    [
-        ([nn.Linear(4, 3)], 2048, None, 256),
-        ([nn.Linear(4, 3)], 769, None, 256),
-        ([nn.Linear(4, 3)], 768, None, 128),  # at least 4 batches
-        ([nn.Linear(4, 3)], 96, None, 32),
-        ([nn.Linear(4, 3)], 2048, 16, 16),
-        ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
-        ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 2048, None, 32),
-    ],
-)
+@pytest.mark.parametrize(("layers", "num_rows", "loader_size", "expected"), [
+    ([nn.Linear(4, 3)], 2048, None, 256),
+    ([nn.Linear(4, 3)], 769, None, 256),
+    ([nn.Linear(4, 3)], 768, None, 128),  # at least 4 batches
+    ([nn.Linear(4, 3)], 96, None, 32),
+    ([nn.Linear(4, 3)], 2048, 16, 16),
+    ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
+    ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 512, None, 32),
+])  # fmt: skip
 def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(layers, num_rows, loader_size, expected):
     model, seen = nn.Sequential(*layers), list[int]()
     model.register_forward_pre_hook(lambda module, given: seen.append(len(given[0])))

@@ -1,16 +1,12 @@
 """Documents of packed rows against documents that were never packed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import Counting
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from trak_lite import Attributor, Documents, Rows, pad_documents
@@ -18,7 +14,6 @@ from trak_lite.errors import InvalidInputError, UnknownNameError
 from trak_lite.modelout_functions import require_separate_documents
 
 pytestmark = pytest.mark.quick
-
 IGNORED = -100
 BORDERS = ("seq_lengths", "cu_seqlens", "cu_seq_lens_q", "seq_idx", "position_ids")
 LM = "causal_language_modeling"
@@ -31,11 +26,11 @@ KINDS = {
 }
 
 
-def joined(parts: list[list[int]]) -> list[int]:
+def joined(parts):
     return [value for part in parts for value in part]
 
 
-def pack(texts: list[list[int]], borders: str, kind: Any = list, padding: int = 0) -> dict[str, Any]:
+def pack(texts, borders, kind=list, padding=0):
     """A packed row with padding at its end, and a column that is not per token."""
     lengths = [len(text) for text in texts]
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
@@ -48,16 +43,11 @@ def pack(texts: list[list[int]], borders: str, kind: Any = list, padding: int = 
     }
     ids = joined(texts) + [0] * padding
     labels = joined([[IGNORED, *text[1:]] for text in texts if text]) + [IGNORED] * padding
-    return {
-        "input_ids": kind(ids),
-        "labels": kind(labels),
-        borders: columns[borders],
-        "max_length_q": 9,
-        "source": "a",
-    }
+    more = {borders: columns[borders], "max_length_q": 9, "source": "a"}
+    return {"input_ids": kind(ids), "labels": kind(labels), **more}
 
 
-def listed(sample: dict[str, Any]) -> dict[str, list[int]]:
+def listed(sample):
     return {name: torch.as_tensor(values).tolist() for name, values in sample.items()}
 
 
@@ -80,13 +70,10 @@ def test_documents_are_the_texts_that_were_packed(rows, borders, kind, padding):
             if len(text) > 1:
                 expected.append((text, row, place, start, start + len(text)))
             place, start = place + (counted or len(text) > 0), start + len(text)
-
     documents = Documents(packed)
     found = [documents[i] for i in range(len(documents))]
-
-    assert [listed(sample) for sample in found] == [
-        {"input_ids": text, "labels": [IGNORED, *text[1:]]} for text, *_ in expected
-    ]
+    wanted = [{"input_ids": text, "labels": [IGNORED, *text[1:]]} for text, *_ in expected]
+    assert [listed(sample) for sample in found] == wanted
     assert [type(sample["input_ids"]) for sample in found] == [type(KINDS[kind]([1])[0:])] * len(found)
     where = zip(documents.row, documents.place, documents.start, documents.stop, strict=True)
     assert list(where) == [tuple(place) for _, *place in expected]
@@ -103,10 +90,8 @@ def test_borders_are_found_once_and_a_batch_loads_each_packed_row_once():
     documents = Documents(packed)
     assert packed.loaded == [0, 1, 2]
     packed.loaded.clear()
-
     rows = Rows(documents, collate=pad_documents)
     ((_, batch), (_, last)) = rows.batches([np.array([0, 1, 3, 4]), np.array([5])])
-
     assert packed.loaded == [0, 2, 2]
     found = {name: batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")}
     assert found == {
@@ -121,10 +106,9 @@ def test_borders_are_found_once_and_a_batch_loads_each_packed_row_once():
 
 
 def test_the_identity_is_that_of_the_documents():
-    def identity(texts: Any, borders: str = "seq_lengths", **more: Any) -> Any:
-        return Rows(
-            Documents([pack(row, borders) for row in texts], **more), collate=pad_documents
-        ).identity()
+    def identity(texts, borders="seq_lengths", **more):
+        documents = Documents([pack(row, borders) for row in texts], **more)
+        return Rows(documents, collate=pad_documents).identity()
 
     first = identity(TEXTS)
     assert identity(TEXTS) == first
@@ -171,26 +155,23 @@ TWO = {"input_ids": [1, 2]}
 THREE = {"input_ids": [1, 2, 3], "seq_lengths": [3]}
 
 
-@pytest.mark.parametrize(
-    ("message", "row"),
-    [
-        ("Packed row 1 is a dict with the columns.*featurize them as they are", TWO),
-        ("Expected input_ids and seq_lengths", {"seq_lengths": [2]}),
-        ("Packed row 1 is a list", [1, 2]),
-        (r"Packed row 1: seq_lengths is \[2, 1\].*at most 2", {**TWO, "seq_lengths": [2, 1]}),
-        ("lengths of documents", {**TWO, "seq_lengths": [-1, 2]}),
-        ("lengths of documents", {**TWO, "seq_lengths": [0.5, 1.5]}),
-        ("begin with 0", {**TWO, "cu_seqlens": [1, 2]}),
-        ("begin with 0", {**TWO, "cu_seqlens": []}),
-        ("do not fall", {**TWO, "cu_seqlens": [0, 2, 1]}),
-        ("end at most at 2", {**TWO, "cu_seqlens": [0, 3]}),
-        ("2 integers, one per token", {**TWO, "seq_idx": [0]}),
-        ("2 integers, one per token", {**TWO, "position_ids": torch.zeros(3, 2)}),
-        ("inside a document", {**THREE, "attention_mask": [1, 0, 1]}),
-        (r"labels has shape \(2,\), and input_ids \(3,\)", {**THREE, "labels": [1, 0]}),
-        (r"input_ids has shape \(2, 3\)", {"input_ids": torch.ones(2, 3), "position_ids": torch.ones(2, 3)}),
-    ],
-)
+@pytest.mark.parametrize(("message", "row"), [
+    ("Packed row 1 is a dict with the columns.*featurize them as they are", TWO),
+    ("Expected input_ids and seq_lengths", {"seq_lengths": [2]}),
+    ("Packed row 1 is a list", [1, 2]),
+    (r"Packed row 1: seq_lengths is \[2, 1\].*at most 2", {**TWO, "seq_lengths": [2, 1]}),
+    ("lengths of documents", {**TWO, "seq_lengths": [-1, 2]}),
+    ("lengths of documents", {**TWO, "seq_lengths": [0.5, 1.5]}),
+    ("begin with 0", {**TWO, "cu_seqlens": [1, 2]}),
+    ("begin with 0", {**TWO, "cu_seqlens": []}),
+    ("do not fall", {**TWO, "cu_seqlens": [0, 2, 1]}),
+    ("end at most at 2", {**TWO, "cu_seqlens": [0, 3]}),
+    ("2 integers, one per token", {**TWO, "seq_idx": [0]}),
+    ("2 integers, one per token", {**TWO, "position_ids": torch.zeros(3, 2)}),
+    ("inside a document", {**THREE, "attention_mask": [1, 0, 1]}),
+    (r"labels has shape \(2,\), and input_ids \(3,\)", {**THREE, "labels": [1, 0]}),
+    (r"input_ids has shape \(2, 3\)", {"input_ids": torch.ones(2, 3), "position_ids": torch.ones(2, 3)}),
+])  # fmt: skip
 def test_borders_that_contradict_the_tokens_are_refused(row, message):
     with pytest.raises(InvalidInputError, match=message):
         Documents([{"input_ids": [3, 4], "seq_lengths": [2]}, row])
@@ -210,18 +191,12 @@ def test_other_data_are_refused():
 class Averaging(nn.Module):
     """A token sees the mean of all tokens before it: of its document, if it is given where documents begin."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, input_ids, attention_mask=None, seq_idx=None, cu_seqlens=None):
         if cu_seqlens is not None:  # as kernels for attention take it
             assert (cu_seqlens.dtype, cu_seqlens.dim()) == (torch.int32, 1)
             seq_idx = torch.bucketize(torch.arange(input_ids.shape[1]), cu_seqlens, right=True)[None]
@@ -230,7 +205,7 @@ class Averaging(nn.Module):
         return self.head((sees / sees.sum(-1, keepdim=True)) @ self.embed(input_ids))
 
 
-def attributor(model: nn.Module) -> Attributor:
+def attributor(model):
     return Attributor(model, LM, None, collate=pad_documents, proj_dim=8, progress=False)
 
 
@@ -241,7 +216,6 @@ def test_a_model_that_mixes_documents_is_refused_before_the_first_row(dtype, bor
     apart, mixed = (Documents([pack(texts, name) for texts in TEXTS]) for name in (borders, "seq_lengths"))
     require_separate_documents(model, apart)
     require_separate_documents(model, Documents([pack(texts, borders, kind) for texts in TEXTS]))
-
     made = attributor(model)
     message = (
         r"Document 1 of packed row 0 .* at its token 0.*passed as \['input_ids'\].*featurize the packed rows"
@@ -256,7 +230,7 @@ def test_the_check_runs_the_batch_of_training():
     packed = [pack(texts, "seq_lengths") for texts in TEXTS]
     numbers = torch.tensor([[0, 0, 0, 1, 1]])
 
-    def collate(rows: list[Any]) -> dict[str, Tensor]:
+    def collate(rows):
         return {"input_ids": torch.tensor([rows[0]["input_ids"]]), "seq_idx": numbers, "labels": numbers}
 
     model, given = Averaging(), Documents(packed, training_collate=collate)
@@ -265,8 +239,7 @@ def test_the_check_runs_the_batch_of_training():
     model.train()
     require_separate_documents(model, given)
     assert model.training
-    short = Documents(
-        packed, training_collate=lambda rows: {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
-    )
+    four = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    short = Documents(packed, training_collate=lambda rows: four)
     with pytest.raises(InvalidInputError, match=r"logits of shape \(1, 4, 10\).*T at least 5"):
         require_separate_documents(model, short)

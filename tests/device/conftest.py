@@ -1,7 +1,5 @@
 """The device that these tests run on: a CUDA GPU, or the stand-in where ``TRAK_LITE_STAND_IN`` names its library."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,26 +17,14 @@ from torch.utils._pytree import tree_iter
 
 PACKAGE = str(Path(__file__).parents[2] / "trak_lite")
 _SIZED_BY_VALUES = (
-    "aten.nonzero",
-    "aten.masked_select",
-    "aten._unique2",
-    "aten.unique_",
-    "aten.repeat_interleave.Tensor",
-    "aten.equal",
-    "aten.bincount",
-    "aten._local_scalar_dense",
-)
+    "aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_", "aten.repeat_interleave.Tensor",
+    "aten.equal", "aten.bincount", "aten._local_scalar_dense",
+)  # fmt: skip
 _COPIES = ("aten._to_copy", "aten.copy_", "aten.copy.")
 _MEMORY = (
-    "aten.empty",
-    "aten.new_empty",
-    "aten.detach",
-    "aten.lift",
-    "aten.set_",
-    "aten.is_pinned",
-    "aten._pin",
+    "aten.empty", "aten.new_empty", "aten.detach", "aten.lift", "aten.set_", "aten.is_pinned", "aten._pin",
     "trak_lite.launch",  # is counted as the launch that it makes
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -54,12 +40,10 @@ class Tally:
     """Waits that the stand-in counted itself, in all threads; 0 on other devices."""
 
     @property
-    def total(self) -> int:
-        """Number of kernels and launches."""
+    def total(self):
         return self.kernels.total() + self.launches.total()
 
-    def since(self, before: Tally) -> Tally:
-        """Return what was counted after another state."""
+    def since(self, before):
         return Tally(*(getattr(self, part.name) - getattr(before, part.name) for part in fields(self)))
 
 
@@ -69,15 +53,14 @@ class Counting(TorchDispatchMode):
     An operator of torch counts as one kernel, whatever its parts; views and new memory count nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         super().__init__()
         self.device = device
         self._tally = Tally()
         self._before = _device_waits(device)
 
     @property
-    def tally(self) -> Tally:
-        """What was counted so far."""
+    def tally(self):
         return replace(self._tally.since(Tally()), device_waits=_device_waits(self.device) - self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -94,26 +77,23 @@ class Counting(TorchDispatchMode):
                 self._tally.waits[f"{name} {_site()}"] += 1
         return made
 
-    def launched(self, name: str) -> None:
-        """Count a launch of a Triton kernel."""
+    def launched(self, name):
         self._tally.launches[name] += 1
         self._tally.sites[_site()] += 1
 
 
-def _device_waits(device: torch.device) -> int:
+def _device_waits(device):
     return torch.ops.stand_in.waits() if device.type == "stand_in" else 0
 
 
-def _is_free(func: Any, name: str) -> bool:
+def _is_free(func, name):
     if name.startswith(_MEMORY):
         return True
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)  # a view
 
 
-def _waits(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], found: list[Tensor]
-) -> bool:
+def _waits(name, args, kwargs, given, found):
     if name.startswith(_SIZED_BY_VALUES):
         return True
     if name.startswith(("aten.index.Tensor", "aten.index_put", "aten._index_put")):
@@ -129,7 +109,7 @@ def _waits(
     return not asked or not (host.is_pinned() or (name.startswith("aten._to_copy") and host is target))
 
 
-def _site() -> str:
+def _site():
     """Return the innermost line of the package on the stack, or an empty string in a thread of autograd's."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -142,11 +122,11 @@ def _site() -> str:
 class _Launcher:
     """Stands in the place of a Triton kernel: counts its launches, and runs it or clears its sums."""
 
-    def __init__(self, name: str, kernel: Any, counting: Counting, runs: bool) -> None:
+    def __init__(self, name, kernel, counting, runs):
         self.name, self.kernel, self.counting, self.runs = name, kernel, counting, runs
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def launch(*args: Any, **options: Any) -> None:
+    def __getitem__(self, grid):
+        def launch(*args, **options):
             self.counting.launched(self.name)
             if self.runs:
                 self.kernel[grid](*args, **options)
@@ -158,7 +138,7 @@ class _Launcher:
 
 
 @contextmanager
-def counted(device: torch.device, *, triton: bool = True) -> Iterator[Counting]:
+def counted(device, *, triton=True):
     """Count in the block; on the stand-in, Triton's kernels are launched in name only: their sums are zeros.
 
     Without ``triton``, the torch operations that replace its kernels run.
@@ -180,9 +160,7 @@ def counted(device: torch.device, *, triton: bool = True) -> Iterator[Counting]:
             yield counting
 
 
-def per_batch(
-    run: Callable[[Callable[[], None]], Any], device: torch.device, *, triton: bool = True
-) -> list[Tally]:
+def per_batch(run, device, *, triton=True):
     """Return one tally from each load of a batch to the next one; the last is up to the end of the run.
 
     ``run`` is called with a function to call whenever a batch is loaded (in the collate function).

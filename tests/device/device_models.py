@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,8 +21,6 @@ RECURRENT = {
 
 
 class Images(nn.Module):
-    """A convolutional network with both normalisations."""
-
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
@@ -37,8 +35,6 @@ class Images(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches, a class token and one encoder layer."""
-
     def __init__(self):
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 4, stride=4)
@@ -60,10 +56,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(8, width)
         self.norm, self.qkv, self.out = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
+            nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width),
+        )  # fmt: skip
         self.head = nn.Linear(width, TOKENS, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -75,8 +69,6 @@ class LanguageModel(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent classifier of token sequences."""
-
     def __init__(self, kind, **options):
         super().__init__()
         self.tokens = nn.Embedding(TOKENS, 6)
@@ -88,8 +80,6 @@ class Recurrent(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """Images and texts embedded side by side."""
-
     def __init__(self):
         super().__init__()
         self.image = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 8))
@@ -101,7 +91,7 @@ class Contrastive(nn.Module):
         return functional.normalize(image, dim=-1), functional.normalize(text, dim=-1), self.scale.exp()
 
 
-def collate_text(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+def collate_text(rows):
     """Return sequences whose first label is not predicted."""
     ids = torch.stack([row[0] for row in rows])
     return {"input_ids": ids, "labels": ids.where(torch.arange(ids.shape[1], device=ids.device) > 1, -100)}
@@ -109,8 +99,6 @@ def collate_text(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
 
 @dataclass
 class Case:
-    """A model and what it is attributed with."""
-
     model: nn.Module
     task: Any
     train: TensorDataset
@@ -118,11 +106,11 @@ class Case:
     collate: Any = None
 
 
-def _perceptron(outputs: int) -> nn.Module:
+def _perceptron(outputs):
     return nn.Sequential(nn.Linear(10, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, outputs))
 
 
-def make(name: str) -> Case:
+def make(name):
     """Return a case, the same at every call, on the CPU."""
     generator = torch.Generator().manual_seed(1)
 

@@ -1,7 +1,5 @@
 """Runs of the product on a device, and what they are compared by."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from device_models import make
@@ -26,7 +24,6 @@ def attributor(name, device, path=None, *, place=True, **settings):
 
 
 def checkpoints(name, count=2):
-    """Return state dicts of a case's model."""
     state, found = make(name).model.state_dict(), []
     for seed in range(count):
         generator = torch.Generator().manual_seed(seed)
@@ -52,7 +49,6 @@ def retraining(case, device):
 
 
 def numbers_in(value):
-    """Return all finite numbers in a JSON value, in order."""
     if isinstance(value, dict):
         return [number for key in sorted(value) for number in numbers_in(value[key])]
     if isinstance(value, list):
@@ -71,7 +67,6 @@ def verification(where, folder=None):
 
 
 def stored(made):
-    """Return the columns of every table in an attributor's store, by path and name."""
     found = {}
     with made._workspace.reading() as store:
         for path in sorted(store.table_names()):
@@ -116,5 +111,4 @@ def assert_same(found, expected, device, *, fused=False, share=None):
 
 
 def assert_same_on_both(device, run, **options):
-    """Compare what a run gives on the device with what it gives on the CPU."""
     assert_same(run(device), run(CPU), device, **options)

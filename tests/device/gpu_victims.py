@@ -1,7 +1,5 @@
 """A worker of ``benchmarks.gpu`` whose cases crash, hang, stop or end as they are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,7 +9,7 @@ import time
 from pathlib import Path
 
 
-def main() -> None:
+def main():
     for case in sys.argv[sys.argv.index("--cases") + 1 :]:
         print(json.dumps({"begins": case}), flush=True)
         if case == "crashes":

@@ -1,7 +1,5 @@
 """Makes torch's PrivateUse1 the stand-in accelerator; once per process, which should therefore be one's own."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -16,7 +14,7 @@ import torch
 SOURCE = Path(__file__).with_name("stand_in.cpp")
 
 
-def why_unbuildable() -> str | None:
+def why_unbuildable():
     """Return why the stand-in cannot be compiled here, or None."""
     if not sys.platform.startswith("linux"):
         return "the stand-in accelerator is compiled on Linux only"
@@ -25,7 +23,7 @@ def why_unbuildable() -> str | None:
     return None
 
 
-def built(folder: Path) -> Path:
+def built(folder):
     """Return the compiled library; one process compiles it, the others wait."""
     text = SOURCE.read_bytes() + torch.__version__.encode()
     library = folder / f"stand_in-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -34,28 +32,14 @@ def built(folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             made = library.with_suffix(f".{os.getpid()}")
-            command = [
-                "g++",
-                "-std=c++20",
-                "-O1",  # compiles as fast as -O0, and runs of the product take half the time
-                "-g0",
-                "-w",
-                "-fPIC",
-                "-shared",
-                "-DAT_PER_OPERATOR_HEADERS",
-                str(SOURCE),
-                "-o",
-                str(made),
-            ]
+            # -O1 compiles as fast as -O0, and runs of the product take half the time.
+            options = ("-std=c++20", "-O1", "-g0", "-w", "-fPIC", "-shared", "-DAT_PER_OPERATOR_HEADERS")
+            command = ["g++", *options, str(SOURCE), "-o", str(made)]
             from torch.utils.cpp_extension import include_paths, library_paths  # imports setuptools
 
             command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
-            command += [
-                "-ltorch",
-                "-ltorch_cpu",
-                "-lc10",
-                f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}",
-            ]
+            command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+            command += [f"-D_GLIBCXX_USE_CXX11_ABI={torch._C._GLIBCXX_USE_CXX11_ABI:d}"]
             subprocess.run(command, check=True)
             made.rename(library)
     return library
@@ -69,6 +53,10 @@ class Module(types.ModuleType):
         self.ops = ops
         self.device_count = ops.device_count
         self.current_device = ops.current_device
+        self.is_available = self.is_initialized = lambda: True
+        self.init = self._lazy_init = lambda: None
+        self._is_in_bad_fork = lambda: False
+        self.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
         self.current_stream = lambda device=None: torch.Stream(f"stand_in:{self.index(device)}")
 
         module = self
@@ -92,22 +80,6 @@ class Module(types.ModuleType):
         index = None if device is None else torch.device(device).index
         return self.ops.current_device() if index is None else index
 
-    def is_available(self):
-        return True
-
-    is_initialized = is_available
-
-    def init(self):
-        pass
-
-    _lazy_init = init
-
-    def _is_in_bad_fork(self):
-        return False
-
-    def get_amp_supported_dtype(self):
-        return [torch.float16, torch.bfloat16]
-
     def set_device(self, device):
         self.ops.set_device(self.index(device))
 
@@ -128,8 +100,7 @@ class Module(types.ModuleType):
             self.ops.seed(index, seed)
 
 
-def load(library: Path) -> Module:
-    """Load the library and name its device; return ``torch.stand_in``."""
+def load(library):
     torch.ops.load_library(library)
     torch.utils.rename_privateuse1_backend("stand_in")
     module = Module(torch.ops.stand_in)

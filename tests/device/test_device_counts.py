@@ -1,7 +1,5 @@
 """How many kernels a batch launches, and how often the host waits: counted, not timed."""
 
-from __future__ import annotations
-
 import counts
 import numpy as np
 import pytest
@@ -75,7 +73,6 @@ def steady_batch(model, device, *, triton, **settings):
 def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(width, tokens, settings, device):
     model = language(device, width, tokens)
     tally = steady_batch(model, device, triton=True, **settings)
-
     assert tally.launches.total() > 12 * 6
     assert tally.total <= LAUNCHES * plain_kernels(model, device), tally.sites.most_common(20)
     assert max(tally.waits.total(), tally.device_waits) <= WAITS, tally.waits
@@ -86,7 +83,6 @@ def test_a_batch_launches_at_most_twice_the_kernels_of_a_plain_pass(width, token
 )
 def test_norms_of_a_batch_are_waited_for_once(settings, device):
     tally = steady_batch(language(device, tokens=16), device, triton=True, proj_dim=64, **settings)
-
     norms = sum(count for site, count in tally.sites.items() if "gradient_norms.py" in site)
     assert norms > 48 * 6  # of linear layers, without their gradients
     assert max(tally.waits.total(), tally.device_waits) <= WAITS + 1, tally.waits
@@ -94,7 +90,6 @@ def test_norms_of_a_batch_are_waited_for_once(settings, device):
 
 def test_without_triton_the_launches_do_not_grow_with_the_blocks_of_a_matrix(device):
     tally = steady_batch(language(device), device, triton=False, proj_dim=64)
-
     matrices = [site for site in tally.sites if "sketch/matrix.py" in site]
     assert not matrices, tally.sites.most_common(20)
     assert sum(n for site, n in tally.sites.items() if "sketch/blocks.py" in site) <= 51 * 11
@@ -113,26 +108,19 @@ def test_a_replay_launches_no_more_than_its_pass_and_waits_for_nothing(device):
         kind.recording(*batch.values())
     with counts.counted(device, triton=False) as of_pass:
         compute_features(computer, projector, batch, **settings)
-
     assert counting.tally.total <= of_pass.tally.total
     assert max(counting.tally.waits.total(), counting.tally.device_waits) == 0, counting.tally.waits
 
 
 # ---- scoring
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda made, case, scores: scores.numpy(),
-        lambda made, case, scores: scores.top(3),
-        lambda made, case, scores: scores.damping_path([0.1, 1.0]).numpy(),
-        lambda made, case, scores: scores.damping_path([0.1, 1.0]).top(2),
-        lambda made, case, scores: made.score(case.targets, name="u", method="GradDot"),
-        lambda made, case, scores: made.score(case.targets, name="u", dense=False, k=2, method="GradCos"),
-    ],
-    ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored", "best rows"],
-)
+@pytest.mark.parametrize("read", [
+    lambda made, case, scores: scores.numpy(),
+    lambda made, case, scores: scores.top(3),
+    lambda made, case, scores: scores.damping_path([0.1, 1.0]).numpy(),
+    lambda made, case, scores: scores.damping_path([0.1, 1.0]).top(2),
+    lambda made, case, scores: made.score(case.targets, name="u", method="GradDot"),
+    lambda made, case, scores: made.score(case.targets, name="u", dense=False, k=2, method="GradCos"),
+], ids=["streamed", "top rows", "damping path", "top rows of a damping path", "stored", "best rows"])  # fmt: skip
 def test_scoring_waits_once_per_tile(read, device, monkeypatch):
     """Twice the tiles of half the rows: what is waited for more often is waited for in every tile."""
     found = []
@@ -144,6 +132,5 @@ def test_scoring_waits_once_per_tile(read, device, monkeypatch):
         with counts.counted(device, triton=False) as counting:
             read(made, case, scores)
         found.append(counting.tally)
-
     more = found[1].since(found[0])
     assert max(more.waits.total(), more.device_waits) <= 7 * TILE_WAITS, more.waits

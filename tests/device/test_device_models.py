@@ -1,7 +1,5 @@
 """Features and scores on a device are those on the CPU: models, engines, projectors, methods, dtypes, modes."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
@@ -15,29 +13,19 @@ from trak_lite.projectors import PROJECTORS
 MODELS = ["mlp", "cnn", "vit", "gpt", *RECURRENT, "regression", "multilabel", "binary", "clip"]
 WHOLE = [("lstm", "functional"), ("lstm", "iterative"), ("gru", "iterative"), ("rnn", "iterative")]
 """Engines that run recurrent layers whole: the CPU has fused kernels for them, which round in other places."""
+METHODS = [("mlp", PLAIN), ("mlp", "GaussNewton"), ("mlp", "Fisher"), ("gpt", PLAIN), ("gpt", "Fisher")]
+NORMS = ("unit", clip(1.0), clip(1.0, scope="module"))
 CASES = [
     *((name, {}) for name in MODELS),
-    *(
-        (name, {"gradient_computer": e})
-        for e in ("hook", "functional", "iterative")
-        for name in ("cnn", "gpt")
-    ),
+    *((name, {"gradient_computer": e}) for e in ("hook", "functional", "iterative") for name in ("cnn", "gpt")),
     *((name, {"gradient_computer": engine}) for name, engine in WHOLE),
     *(("mlp", {"projector": projector}) for projector in PROJECTORS),
     *(("gpt", {"projector": projector}) for projector in PROJECTORS if projector != "none"),
-    *(
-        (name, {"method": method, "layout": layout})
-        for name, methods in (("mlp", [PLAIN, "GaussNewton", "Fisher"]), ("gpt", [PLAIN, "Fisher"]))
-        for method in methods
-        for layout in ("joint", "module")
-    ),
-    *(
-        ("gpt", {"normalize": normalize, "store_norms": True})
-        for normalize in ("unit", clip(1.0), clip(1.0, scope="module"))
-    ),
+    *((name, {"method": method, "layout": layout}) for name, method in METHODS for layout in ("joint", "module")),
+    *(("gpt", {"normalize": normalize, "store_norms": True}) for normalize in NORMS),
     *(("mlp", {"dtype": dtype}) for dtype in ("float16", "int8", "int4")),
     *((name, {"place": False}) for name in ("mlp", "clip")),  # the model is elsewhere, and comes back
-]
+]  # fmt: skip
 
 
 @contextmanager

@@ -1,22 +1,10 @@
 """What is made of features, on a device and on the CPU: curvatures, views, checkpoints, stores, TRAKer, verdicts."""
 
-from __future__ import annotations
-
+import device_runs as cases
 import numpy as np
 import pytest
 import torch
 from device_models import NUM_ROWS, NUM_TARGETS, make
-from device_runs import (
-    CPU,
-    PLAIN,
-    REGROUPED,
-    assert_same,
-    assert_same_on_both,
-    attributor,
-    checkpoints,
-    stored,
-    verification,
-)
 from safetensors.torch import save_file
 from tiny_runs import Counting
 from torch.utils.data import DataLoader, Subset
@@ -28,24 +16,20 @@ from trak_lite.methods import CG, EKFAC, TRAK, GaussNewton, GradCos, GradDot, Li
 from trak_lite.modelout_functions import QuestionsModelOutput
 
 METHODS = [
-    PLAIN,
-    GradDot(),
-    GradCos(q="inside"),
-    GaussNewton(),
-    TRAK(damping=None),
+    cases.PLAIN, GradDot(), GradCos(q="inside"), GaussNewton(), TRAK(damping=None),
     TracIn(learning_rates=(0.1, 0.2)),
-]
+]  # fmt: skip
 
 
 def ekfac(where, folder, name):
-    made, case = attributor(name, where)
+    made, case = cases.attributor(name, where)
     made.featurize(case.train)
     return {"scores": made.score(case.targets, name="t", method="EKFAC").numpy().copy()}
 
 
 def scores_of_unprojected_gradients(where, folder, method):
-    made, case = attributor("mlp", where)
-    states = checkpoints("mlp")
+    made, case = cases.attributor("mlp", where)
+    states = cases.checkpoints("mlp")
     made.featurize(case.train, states)
     streamed = made.stream_scores(case.train, case.targets, checkpoints=states, method=method)
     refined = made.score(case.targets, name="t", refine=Refine(candidates=2, method=method))
@@ -53,7 +37,7 @@ def scores_of_unprojected_gradients(where, folder, method):
 
 
 def rows_of_the_state_of_adam(where, folder, kind):
-    made, case = attributor("mlp", where, normalize=kind)
+    made, case = cases.attributor("mlp", where, normalize=kind)
     inputs, labels = (tensor.to(where) for tensor in case.train.tensors)
     optimizer = torch.optim.AdamW(case.model.parameters())
     for _ in range(2):
@@ -62,18 +46,18 @@ def rows_of_the_state_of_adam(where, folder, kind):
         optimizer.step()
     state = {"model": case.model.state_dict(), "optimizer": named_optimizer_state(optimizer, case.model)}
     made.featurize(case.train, state)
-    return {**stored(made), "scores": made.score(case.targets, name="t").numpy()}
+    return {**cases.stored(made), "scores": made.score(case.targets, name="t").numpy()}
 
 
 def methods_and_what_is_said_of_scores(where, folder):
-    made, case = attributor("mlp", where)
-    made.featurize(case.train, checkpoints("mlp"))
+    made, case = cases.attributor("mlp", where)
+    made.featurize(case.train, cases.checkpoints("mlp"))
     found = {}
     for number, method in enumerate(METHODS):
         found[f"dense {number}"] = made.score(case.targets, name="t", method=method).numpy().copy()
         sparse = made.score(case.targets, name="t", dense=False, k=3, method=method)
         found[f"sparse {number}"] = sparse.top(3, target=1).scores
-    scores = made.scores("t", method=PLAIN)
+    scores = made.scores("t", method=cases.PLAIN)
     said = {"agreement": scores.checkpoint_agreement(), "self": scores.self_influence()}
     return {**found, **said, "dampings": scores.damping_path([0.01, 1.0]).numpy()}
 
@@ -82,7 +66,7 @@ def scores_of_tokens(where, folder):
     """In forward mode: what is computed per token instead would hide a failure of it."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.featurizing.session.FeaturizingSession.features", None)
-        made, case = attributor("gpt", where, method=PLAIN)
+        made, case = cases.attributor("gpt", where, method=cases.PLAIN)
         made.featurize(case.train)
         scores = made.score(case.targets, name="t")
         return {str(row): tokens for row, tokens in token_scores(scores, case.train, [0, 3]).items()}
@@ -90,7 +74,7 @@ def scores_of_tokens(where, folder):
 
 def rows_that_are_appended(where, folder):
     path = folder / f"{where.type}.zarr"
-    made, case = attributor("mlp", where, path, normalize="unit", store_norms=True)
+    made, case = cases.attributor("mlp", where, path, normalize="unit", store_norms=True)
     made.featurize(Rows(Subset(case.train, range(8)), name="z"))
     made.featurize(Rows(case.train, name="z"), append=True)
     scores = made.score(case.targets, name="t").numpy().copy()
@@ -98,8 +82,8 @@ def rows_that_are_appended(where, folder):
 
 
 def traker(where, folder, model_on, runs_on):
-    at = {"cpu": CPU, "device": where}
-    case, states = make("cnn"), checkpoints("cnn")
+    at = {"cpu": cases.CPU, "device": where}
+    case, states = make("cnn"), cases.checkpoints("cnn")
     settings = {"proj_dim": 8, "device": at[runs_on], "use_half_precision": False}
     model, path = case.model.to(at[model_on]), folder / where.type
     made = TRAKer(model, "image_classification", NUM_ROWS, save_dir=path, **settings)
@@ -118,39 +102,30 @@ def traker(where, folder, model_on, runs_on):
 
 
 UNPROJECTED = [
-    GradDot(),
-    GradCos(),
-    EKFAC(damping=0.3),
-    EKFAC(samples=7),
-    CG(damping=30.0),
-    CG(draws=2, damping=30.0),
-]
-UNPROJECTED += [LiSSA(depth=5, scale=1e4)]
+    GradDot(), GradCos(), EKFAC(damping=0.3), EKFAC(samples=7), CG(damping=30.0), CG(draws=2, damping=30.0),
+    LiSSA(depth=5, scale=1e4),
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:LiSSA did not converge")
-@pytest.mark.parametrize(
-    ("run", "arguments"),
-    [
-        *((ekfac, [name]) for name in ("mlp", "cnn", "gpt")),
-        *((scores_of_unprojected_gradients, [method]) for method in UNPROJECTED),
-        *((rows_of_the_state_of_adam, [kind]) for kind in ("adam", "adam_update")),
-        (methods_and_what_is_said_of_scores, []),
-        (scores_of_tokens, []),
-        (verification, []),
-        (rows_that_are_appended, []),
-        *((traker, [model_on, runs_on]) for model_on in ("cpu", "device") for runs_on in ("cpu", "device")),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+@pytest.mark.parametrize(("run", "arguments"), [
+    *((ekfac, [name]) for name in ("mlp", "cnn", "gpt")),
+    *((scores_of_unprojected_gradients, [method]) for method in UNPROJECTED),
+    *((rows_of_the_state_of_adam, [kind]) for kind in ("adam", "adam_update")),
+    (methods_and_what_is_said_of_scores, []),
+    (scores_of_tokens, []),
+    (cases.verification, []),
+    (rows_that_are_appended, []),
+    *((traker, [model_on, runs_on]) for model_on in ("cpu", "device") for runs_on in ("cpu", "device")),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_runs_give_what_they_give_on_the_cpu(run, arguments, device, tmp_path):
     # Iterations carry the rounding of their first products on, and the stand-in aligns memory otherwise.
-    fused = bool(REGROUPED.intersection(map(str, arguments))) or isinstance((*arguments, 0)[0], (CG, LiSSA))
-    assert_same_on_both(device, lambda where: run(where, tmp_path, *arguments), fused=fused)
+    fused = any(str(one) in cases.REGROUPED or isinstance(one, (CG, LiSSA)) for one in arguments)
+    cases.assert_same_on_both(device, lambda where: run(where, tmp_path, *arguments), fused=fused)
 
 
 def test_checkpoints_from_files_and_from_either_device(device, tmp_path):
-    states = checkpoints("cnn")
+    states = cases.checkpoints("cnn")
     moved = [{key: value.to(device) for key, value in state.items()} for state in states]
     files = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")]
     torch.save(states[0], files[0])
@@ -160,33 +135,33 @@ def test_checkpoints_from_files_and_from_either_device(device, tmp_path):
         save_file(state, tmp_path / "folder" / f"{number}.safetensors")
 
     def scores(given, where):
-        made, case = attributor("cnn", where)
+        made, case = cases.attributor("cnn", where)
         made.featurize(case.train, given)
         return {"scores": made.score(case.targets, name="t").numpy()}
 
-    expected = scores(states, CPU)
+    expected = scores(states, cases.CPU)
     for given in (files, str(tmp_path / "folder"), states, moved):
-        assert_same(scores(given, device), expected, device, fused=True)
+        cases.assert_same(scores(given, device), expected, device, fused=True)
 
 
 def test_a_run_goes_on_on_another_device(device, tmp_path):
-    whole, case = attributor("mlp", CPU)
+    whole, case = cases.attributor("mlp", cases.CPU)
     whole.featurize(Rows(case.train, name="x"))
     expected = whole.score(case.targets, name="t").numpy()
-    made, case = attributor("mlp", device, tmp_path / "s.zarr")
+    made, case = cases.attributor("mlp", device, tmp_path / "s.zarr")
     rows = Counting(case.train, fail_at=NUM_ROWS - 1)
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(rows, name="x"))
     rows.fail_at = None
-    made, case = attributor("mlp", CPU, tmp_path / "s.zarr")
+    made, case = cases.attributor("mlp", cases.CPU, tmp_path / "s.zarr")
     assert 0 < made.featurize(Rows(rows, name="x")).rows_found < NUM_ROWS
     opened = Attributor.open(tmp_path / "s.zarr", make("mlp").model.to(device), progress=False)
     assert opened.device == device
-    assert_same({"scores": opened.score(case.targets, name="t").numpy()}, {"scores": expected}, device)
+    cases.assert_same({"scores": opened.score(case.targets, name="t").numpy()}, {"scores": expected}, device)
 
 
 def test_the_command_line_reads_what_a_device_has_written(device, tmp_path, capsys):
-    made, case = attributor("mlp", device, tmp_path / "s.zarr")
+    made, case = cases.attributor("mlp", device, tmp_path / "s.zarr")
     made.featurize(case.train)
     made.score(case.targets, name="t")
     assert main(["inspect", str(tmp_path / "s.zarr")]) in (0, None)
@@ -197,26 +172,27 @@ def test_the_command_line_reads_what_a_device_has_written(device, tmp_path, caps
 
 def test_a_model_on_another_device_comes_back(device, second_device):
     def run(where):
-        runs_on = CPU if where == CPU else second_device
-        made, case = attributor("mlp", runs_on, place=False, batch_size=None)
+        runs_on = cases.CPU if where == cases.CPU else second_device
+        made, case = cases.attributor("mlp", runs_on, place=False, batch_size=None)
         case.model.to(where)
-        made.featurize(DataLoader(case.train, batch_size=5, pin_memory=where != CPU), checkpoints("mlp"))
+        loader = DataLoader(case.train, batch_size=5, pin_memory=where != cases.CPU)
+        made.featurize(loader, cases.checkpoints("mlp"))
         scores = made.score(case.targets, name="t").numpy().copy()
         assert {p.device for p in case.model.parameters()} == {where}
         return {"scores": scores}
 
-    assert_same_on_both(device, run)
+    cases.assert_same_on_both(device, run)
 
 
 def test_an_invalid_label_is_named_although_no_batch_reads_labels(device):
-    made, case = attributor("mlp", device)
+    made, case = cases.attributor("mlp", device)
     rows = [(x, torch.tensor(99) if i == 5 else y) for i, (x, y) in enumerate(case.train)]
     with pytest.raises(InvalidInputError, match=r"Row 5 of .*is 99"):
         made.featurize(rows)
 
 
 def test_rows_that_wait_for_their_copy_are_written_when_the_next_batch_fails(device):
-    made, case = attributor("mlp", device)
+    made, case = cases.attributor("mlp", device)
     bad = case.train[12][0].to(device)
 
     def fail(module, args):

@@ -1,7 +1,5 @@
 """What CUDA refuses, does later or does in another order, and what is to come out all the same."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -25,9 +23,8 @@ from trak_lite.methods import CG, LiSSA
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.types import FactoredBlock
 
+
 # ---- the stand-in has CUDA's rules
-
-
 def test_the_stand_in_refuses_what_cuda_refuses(device, imitation, second_device):
     here = torch.ones(3, device=device)
     for refused, message in (
@@ -59,7 +56,6 @@ def test_the_stand_in_defers_copies_counts_and_rounds_products_where_tf32_is_all
     float((torch.ones(2, device=device) + 1).sum())
     assert imitation.kernels() > before[0]
     assert imitation.waits() == before[1] + 1
-
     x, weight = torch.randn(8, 8), nn.Conv2d(1, 2, 3).weight.detach()
     image = x.view(1, 1, 8, 8)
     exact = nn.functional.conv2d(image, weight)
@@ -68,11 +64,7 @@ def test_the_stand_in_defers_copies_counts_and_rounds_products_where_tf32_is_all
 
 
 # ---- default devices, copies that are not waited for, loaders, random numbers
-
-
 class Doubled(Dataset):
-    """Makes its samples on the default device."""
-
     def __init__(self, rows):
         self.rows = rows
 
@@ -97,7 +89,6 @@ def test_datasets_of_any_kind_are_read_with_a_default_device(wrap, device):
 def test_a_batch_that_comes_to_the_cpu_is_waited_for(device):
     values = torch.arange(1 << 20, device=device)
     assert torch.equal(move_batch(values, CPU), torch.arange(1 << 20))
-
     case = make("mlp")
     moved = TensorDataset(*(tensor.to(device) for tensor in case.train.tensors))
     made = Attributor(case.model, case.task, None, dtype="float32", proj_dim=8, batch_size=5, progress=False)
@@ -136,8 +127,6 @@ def test_a_bad_score_on_a_device_is_found_at_the_end(device):
 
 
 # ---- devices without float64
-
-
 @pytest.fixture
 def no_float64(imitation):
     imitation.set_float64(False)
@@ -171,15 +160,11 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *((name, {"dtype": "float16"}) for name in MODELS),
-        *(("mlp", settings) for settings in SETTINGS),
-        *((name, {"method": "Fisher"}) for name in ("mlp", "gpt", "binary", "regression")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    *((name, {"dtype": "float16"}) for name in MODELS),
+    *(("mlp", settings) for settings in SETTINGS),
+    *((name, {"method": "Fisher"}) for name in ("mlp", "gpt", "binary", "regression")),
+], ids=str)  # fmt: skip
 def test_settings_without_float64(name, settings, device, no_float64):
     """Rows of equal bits; grams are summed up in float32 on the device."""
     expected, found = (outcome(name, where, **settings) for where in (CPU, device))
@@ -190,14 +175,10 @@ def test_settings_without_float64(name, settings, device, no_float64):
 
 
 @pytest.mark.filterwarnings("ignore:LiSSA did not converge")
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        *((name, "EKFAC") for name in ("mlp", "gpt", "binary", "regression")),
-        *(("mlp", method) for method in (CG(damping=30.0), CG(draws=2, damping=30.0), LiSSA(depth=5))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "method"), [
+    *((name, "EKFAC") for name in ("mlp", "gpt", "binary", "regression")),
+    *(("mlp", method) for method in (CG(damping=30.0), CG(draws=2, damping=30.0), LiSSA(depth=5))),
+], ids=str)  # fmt: skip
 def test_curvatures_and_solvers_without_float64(name, method, device, no_float64):
     found = {}
     for where in (CPU, device):
@@ -218,14 +199,11 @@ def test_token_scores_and_verification_without_float64(device, no_float64):
     scores = made.score(case.targets, name="t")
     tokens = token_scores(scores, case.train, [0])[0]
     assert_same({"sum": tokens.sum(0)}, {"sum": scores.numpy()[0]}, device, share=1e-3)
-
     verdicts = [verification(where)["verdict"] for where in (device, CPU)]
     np.testing.assert_allclose(*verdicts, rtol=0, atol=1e-3)
 
 
 # ---- TF32
-
-
 def precisions():
     backends = torch.backends
     newer = [backends, backends.cudnn, backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
@@ -334,7 +312,6 @@ def test_norms_and_inverse_curvatures_are_computed_in_full_beside_rows_in_tf32(d
         inside = gradient_norms.squared_norms(block)
     with full_float32(device):
         assert torch.equal(inside, gradient_norms.squared_norms(block))
-
     seen, back = [], Eigenbasis.back
     monkeypatch.setattr(Eigenbasis, "back", lambda *given: seen.append(precisions()[0][2]) or back(*given))
     made, case = attributor("mlp", device, float32_products="tf32")
@@ -347,9 +324,8 @@ def test_norms_and_inverse_curvatures_are_computed_in_full_beside_rows_in_tf32(d
     ("name", "settings"), [("mlp", {"method": "Fisher"}), ("cnn", {"normalize": "unit"})]
 )
 def test_scores_of_rows_in_tf32_differ_a_little(name, settings, device):
-    full, found = (
-        outcome(name, device, **settings, float32_products=way)["scores"] for way in ("ieee", "tf32")
-    )
+    given = ({**settings, "float32_products": way} for way in ("ieee", "tf32"))
+    full, found = (outcome(name, device, **each)["scores"] for each in given)
     assert not np.array_equal(found, full)
     assert np.linalg.norm(found - full) < 2e-2 * np.linalg.norm(full)
 
@@ -380,8 +356,6 @@ def test_norms_that_cancel_are_those_of_the_gradients(most_held, device, monkeyp
 
 
 # ---- the order of sums
-
-
 def test_sums_by_index_have_an_order(device, imitation):
     torch.manual_seed(0)
     index, values = torch.randint(3, (500,)), torch.randn(2, 500)

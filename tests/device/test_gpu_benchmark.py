@@ -1,7 +1,5 @@
 """``python -m benchmarks.gpu``: rehearsed on the stand-in, resumed, and with cases that crash and hang."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -22,7 +20,7 @@ LIBRARY = "TRAK_LITE_STAND_IN"
 OPTIONS = argparse.Namespace(device="stand_in", small=True)
 
 
-def rehearse(library: Path, out: Path, part: str) -> list[dict]:
+def rehearse(library, out, part):
     """Run the command and return the lines that it added."""
     before = len(out.read_text().splitlines()) if out.exists() else 0
     run = [sys.executable, "-m", "benchmarks.gpu", "--device", "stand_in", "--small", "--out", str(out)]
@@ -44,7 +42,6 @@ on_the_stand_in = [
 )
 def test_every_part_is_rehearsed_and_not_measured_twice(part, library, tmp_path):
     lines = rehearse(library, tmp_path / "gpu.jsonl", part)
-
     assert all(line.get("equal", True) and line.get("within", True) for line in lines)
     if part == "projection":
         assert all(line["device"] == "stand_in" and line["small"] for line in lines)
@@ -64,7 +61,6 @@ def test_a_case_that_crashes_or_hangs_costs_only_itself(monkeypatch, tmp_path):
     cases = ["first", "crashes", "second", "hangs", "exits", "last"]
     lines = command.run_part("victims", cases, OPTIONS, time.monotonic() + 60)
     found = {line.pop("case"): line for line in lines}
-
     assert list(found) == cases
     assert found["first"] == found["second"] == found["last"] == {"ms": 1}
     assert found["crashes"]["fails"].startswith("the process ended with status -11")
@@ -77,7 +73,6 @@ def test_a_case_that_crashes_or_hangs_costs_only_itself(monkeypatch, tmp_path):
 def test_only_what_has_time_and_no_result_of_this_device_is_measured(tmp_path):
     found = list(command.run_part("features", ["a", "b"], OPTIONS, time.monotonic()))
     assert found == [{"case": case, "not run": "the time of the part is over"} for case in "ab"]
-
     line = {"part": "features", "case": "a", "device": "H", "small": False}
     lines = [line, {**line, "case": "b", "fails": "x"}, {**line, "case": "c", "not run": "x"}]
     lines += [{**line, "case": "d", "device": "other"}, {**line, "case": "e", "small": True}]
@@ -89,7 +84,6 @@ def test_only_what_has_time_and_no_result_of_this_device_is_measured(tmp_path):
 def test_counts_and_failures_are_read_from_the_output_of_pytest():
     failure = "FAILED tests/projectors/test_triton_sketch.py::test_a[1] - assert False"
     output = f"..F\n=== short ===\n{failure}\n1 failed, 12 passed, 2 skipped, 40 deselected in 3.21s\n"
-
     assert summary(output) == {"passed": 12, "failed": 1, "skipped": 2, "failures": [failure]}
     with pytest.raises(RuntimeError, match="without counts: no such file"):
         summary("no such file")

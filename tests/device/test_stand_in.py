@@ -1,7 +1,5 @@
 """Runs the tests of this folder on the stand-in accelerator, in processes: a device's name is a process's."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -14,7 +12,6 @@ FOLDER = Path(__file__).parent
 LIBRARY = "TRAK_LITE_STAND_IN"
 COUNTS = FOLDER / "test_device_counts.py"
 OTHERS = sorted(set(FOLDER.glob("test_device_*.py")) - {COUNTS})
-
 pytestmark = [
     pytest.mark.skipif(stand_in.why_unbuildable() is not None, reason=str(stand_in.why_unbuildable())),
     pytest.mark.skipif(LIBRARY in os.environ, reason="runs on the stand-in already"),

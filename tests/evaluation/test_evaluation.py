@@ -12,26 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from late import Late
 
+from trak_lite import evaluation
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.evaluation import (
-    auc,
-    bm25,
-    compare_datamodeling_scores,
-    leave_one_out_correlation,
-    leave_one_out_masks,
-    linear_datamodeling_score,
-    mislabel_detection,
-    precision_at,
-    removal_masks,
-    spearman,
-    subset_masks,
-    summed_scores,
-    target_loss_rise,
-)
 
 stats = Late("scipy.stats")
 UNTIMED = settings(deadline=None)  # the first example imports a package
-
 TIED_SCORES = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=30)
 TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=30)
 
@@ -41,7 +26,7 @@ TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_siz
 def test_auc_is_the_share_of_pairs_in_order_and_ties_count_half(rows):
     scores, labels = zip(*rows, strict=True)
     assume(0 < sum(labels) < len(labels))
-    assert auc(scores, labels) == pytest.approx(share_in_order(scores, labels), abs=1e-12)
+    assert evaluation.auc(scores, labels) == pytest.approx(share_in_order(scores, labels), abs=1e-12)
 
 
 def share_in_order(scores, labels):
@@ -58,7 +43,7 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
         ranked = sorted(order, key=lambda row: -row[0])  # stable: ties stay in the order of the permutation
         precisions.append(sum(label for _, label in ranked[:k]) / k)
     scores, labels = zip(*rows, strict=True)
-    assert precision_at(k, scores, labels) == pytest.approx(np.mean(precisions), abs=1e-12)
+    assert evaluation.precision_at(k, scores, labels) == pytest.approx(np.mean(precisions), abs=1e-12)
 
 
 @pytest.mark.quick
@@ -67,17 +52,17 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
 def test_spearman_agrees_with_scipy_also_on_ties(pairs):
     a, b = zip(*pairs, strict=True)
     assume(len(set(a)) > 1 and len(set(b)) > 1)
-    assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
+    assert evaluation.spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
 
 
 # The linear datamodeling score
 
-without_interval = partial(linear_datamodeling_score, num_resamples=1)
+without_interval = partial(evaluation.linear_datamodeling_score, num_resamples=1)
 
 
 def problem(num_subsets=12, num_targets=7, noise=1.0, seed=0):
     rng = np.random.default_rng(seed)
-    masks = subset_masks(20, num_subsets, seed=seed)
+    masks = evaluation.subset_masks(20, num_subsets, seed=seed)
     truth = rng.normal(size=(20, num_targets))
     scores = truth + noise * rng.normal(size=truth.shape)
     return scores, masks, masks @ truth + 0.1 * rng.normal(size=(num_subsets, num_targets))
@@ -107,15 +92,15 @@ def test_each_target_has_the_spearman_correlation_of_scipy_also_on_ties(pairs):
 def test_scores_are_summed_over_the_rows_of_each_subset():
     scores, masks, outputs = problem()
     sums = np.array([[scores[mask, j].sum() for j in range(scores.shape[1])] for mask in masks])
-    np.testing.assert_allclose(summed_scores(scores, masks), sums, atol=1e-12)
+    np.testing.assert_allclose(evaluation.summed_scores(scores, masks), sums, atol=1e-12)
     whole = without_interval(scores, masks, outputs)
     np.testing.assert_array_equal(whole.per_target, without_interval(sums, None, outputs).per_target)
     rough = problem(noise=4.0)[0]
-    compared = compare_datamodeling_scores(scores, rough, masks, outputs, num_resamples=100)
+    compared = evaluation.compare_datamodeling_scores(scores, rough, masks, outputs, num_resamples=100)
     other = without_interval(rough, masks, outputs)
     assert compared.mean == pytest.approx(whole.mean - other.mean, abs=1e-12)
     assert compared.interval[0] < compared.mean < compared.interval[1]
-    same = compare_datamodeling_scores(scores, 2 * scores, masks, outputs, num_resamples=100)
+    same = evaluation.compare_datamodeling_scores(scores, 2 * scores, masks, outputs, num_resamples=100)
     assert same.interval == (0.0, 0.0)
 
 
@@ -126,7 +111,8 @@ def test_the_interval_has_the_spread_of_resampled_subsets_and_targets():
     for _ in range(40):
         s, t = rng.integers(0, 8, 8), rng.integers(0, 4, 4)
         means.append(np.nanmean([plain_spearman(predicted[s, j], outputs[s, j]) for j in t]))
-    found = linear_datamodeling_score(scores, masks, outputs, num_resamples=40, seed=5, confidence=0.9)
+    resampled = {"num_resamples": 40, "seed": 5, "confidence": 0.9}
+    found = evaluation.linear_datamodeling_score(scores, masks, outputs, **resampled)
     half = stats.norm.ppf(0.95) * np.std(means)
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
 
@@ -140,14 +126,14 @@ def test_intervals_of_few_subsets_cover_the_expected_score():
         predicted = rng.normal(size=(8, 25)) + shared[0]
         outputs = 0.4 * predicted + rng.normal(size=(8, 25)) + shared[1]
         expected = 6 / np.pi * np.arcsin(0.4 / np.sqrt(0.4**2 + 1) / 2)
-        low, high = linear_datamodeling_score(predicted, None, outputs, num_resamples=100).interval
+        low, high = evaluation.linear_datamodeling_score(predicted, None, outputs, num_resamples=100).interval
         covered += low <= expected <= high
     assert covered >= 36
 
 
 def test_the_interval_of_a_correlation_ends_at_one_and_is_nan_without_an_order():
     scores, masks, outputs = problem(num_subsets=4, noise=0.0)
-    assert linear_datamodeling_score(scores, masks, outputs).interval[1] <= 1.0
+    assert evaluation.linear_datamodeling_score(scores, masks, outputs).interval[1] <= 1.0
     found = without_interval([[0.0], [1.0]], None, [[0.0], [1.0]], seed=0)
     assert found.mean == 1.0
     assert np.isnan(found.interval).all()
@@ -169,19 +155,17 @@ def test_leave_one_out_correlation_is_the_score_of_leave_one_out_masks():
     scores, _, _ = problem()
     rows = [3, 0, 11, 7, 19]
     outputs = -scores[rows] + np.random.default_rng(1).normal(size=(5, scores.shape[1]))
-    found = leave_one_out_correlation(scores, rows, outputs)
-    expected = without_interval(scores, leave_one_out_masks(20, rows), outputs)
+    found = evaluation.leave_one_out_correlation(scores, rows, outputs)
+    expected = without_interval(scores, evaluation.leave_one_out_masks(20, rows), outputs)
     np.testing.assert_allclose(found.per_target, expected.per_target, atol=1e-12)
-    np.testing.assert_array_equal(~leave_one_out_masks(6, [4, 1]), np.eye(6, dtype=bool)[[4, 1]])
+    np.testing.assert_array_equal(~evaluation.leave_one_out_masks(6, [4, 1]), np.eye(6, dtype=bool)[[4, 1]])
 
 
 # Subsets and removal
-
-
 @given(strata=st.lists(st.sampled_from("abc"), min_size=4, max_size=40), alpha=st.floats(0.2, 0.8))
 def test_every_subset_keeps_alpha_of_the_rows_and_of_each_stratum_up_to_one(strata, alpha):
     for groups in (None, strata):
-        masks = subset_masks(len(strata), 3, alpha=alpha, strata=groups)
+        masks = evaluation.subset_masks(len(strata), 3, alpha=alpha, strata=groups)
         assert (masks.shape, masks.dtype) == ((3, len(strata)), np.bool_)
         assert set(masks.sum(axis=1).tolist()) == {round(alpha * len(strata))}
     for label, count in Counter(strata).items():
@@ -191,31 +175,33 @@ def test_every_subset_keeps_alpha_of_the_rows_and_of_each_stratum_up_to_one(stra
 
 
 def test_subsets_come_equally_often_and_begin_with_those_of_fewer():
-    masks = subset_masks(5, 25, alpha=0.4)  # there are 10
+    masks = evaluation.subset_masks(5, 25, alpha=0.4)  # there are 10
     assert len({mask.tobytes() for mask in masks[:10]}) == 10
     assert sorted(Counter(mask.tobytes() for mask in masks).values()) == [2] * 5 + [3] * 5
-    np.testing.assert_array_equal(subset_masks(30, 4, seed=3), subset_masks(30, 9, seed=3)[:4])
-    assert (subset_masks(30, 1, seed=0) != subset_masks(30, 1, seed=1)).any()
-    share = subset_masks(20, 2000, alpha=0.3).mean(axis=0)
+    few, many = (evaluation.subset_masks(30, count, seed=3) for count in (4, 9))
+    np.testing.assert_array_equal(few, many[:4])
+    assert (evaluation.subset_masks(30, 1, seed=0) != evaluation.subset_masks(30, 1, seed=1)).any()
+    share = evaluation.subset_masks(20, 2000, alpha=0.3).mean(axis=0)
     np.testing.assert_allclose(share, 0.3, atol=5 * np.sqrt(0.3 * 0.7 / 2000))
 
 
 @pytest.mark.parametrize("sign", ["helpful", "harmful"])
 def test_removal_takes_the_top_rows_of_each_target(sign):
     scores = np.random.default_rng(0).integers(-3, 4, (12, 5)).astype(float)  # with ties
-    masks = removal_masks(scores, 4, sign=sign)
+    masks = evaluation.removal_masks(scores, 4, sign=sign)
     expected, _ = reference.top_k(scores, 4, sign=sign)
     for mask, rows in zip(masks, expected, strict=True):
         assert set(np.flatnonzero(~mask).tolist()) == set(rows.tolist())
 
 
 def test_the_loss_rise_is_after_minus_before_averaged_over_seeds():
-    found = target_loss_rise(np.array([1.0, 2.0, 4.0]), np.array([[2.0, 2.0, 4.0], [4.0, 3.0, 3.0]]))
+    after = np.array([[2.0, 2.0, 4.0], [4.0, 3.0, 3.0]])
+    found = evaluation.target_loss_rise(np.array([1.0, 2.0, 4.0]), after)
     np.testing.assert_array_equal(found.per_target, [2.0, 0.5, -0.5])
     assert found.mean == 2 / 3
     assert found.interval[0] < found.mean < found.interval[1]
     after = np.random.default_rng(0).normal(1.0, 2.0, 400)
-    found = target_loss_rise(np.zeros(400), after)
+    found = evaluation.target_loss_rise(np.zeros(400), after)
     half = 1.96 * after.std() / 20  # of a normal distribution
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=0.1 * half)
 
@@ -226,7 +212,7 @@ def test_detection_counts_what_is_wrong_among_the_k_most_suspicious_rows(k):
     wrong = rng.random(200) < 0.1
     suspicion = rng.normal(size=200) + wrong
     hits = sum(wrong[row] for row in sorted(range(200), key=lambda row: -suspicion[row])[: k or wrong.sum()])
-    found = mislabel_detection(suspicion, wrong, k=k)
+    found = evaluation.mislabel_detection(suspicion, wrong, k=k)
     assert found.auc == pytest.approx(share_in_order(suspicion, wrong), abs=1e-12)
     assert found.precision == pytest.approx(hits / (k or wrong.sum()), abs=1e-12)
     assert found.recall == pytest.approx(hits / wrong.sum(), abs=1e-12)
@@ -234,7 +220,6 @@ def test_detection_counts_what_is_wrong_among_the_k_most_suspicious_rows(k):
 
 
 # BM25
-
 TEXTS = ["The cat sat on the mat.", "A dog and a cat", "dogs bark", "", "the dog the dog the dog"]
 QUERIES = ["the DOG, the cat", "nothing known", "dog"]
 
@@ -258,45 +243,44 @@ def formula(query, k1, b):
 @pytest.mark.parametrize("settings", [{"k1": 1.5, "b": 0.75}, {"k1": 0.9, "b": 0.4}])
 def test_bm25_is_its_formula_and_tokens_stand_for_their_text(settings):
     expected = np.array([list(formula(query, **settings)) for query in QUERIES]).T
-    found = bm25(TEXTS, QUERIES, **settings)
+    found = evaluation.bm25(TEXTS, QUERIES, **settings)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert not expected[:, 1].any()
     tokens = {word: number for number, word in enumerate({w for t in (*TEXTS, *QUERIES) for w in words(t)})}
     coded = [[[tokens[word] for word in words(text)] for text in texts] for texts in (TEXTS, QUERIES)]
-    np.testing.assert_array_equal(bm25(*coded, **settings), found)
+    np.testing.assert_array_equal(evaluation.bm25(*coded, **settings), found)
 
 
 # What is refused
-
-
 def lds(**change):
     scores, masks, outputs = problem()
-    return linear_datamodeling_score(**{"scores": scores, "masks": masks, "outputs": outputs, **change})
+    arguments = {"scores": scores, "masks": masks, "outputs": outputs, **change}
+    return evaluation.linear_datamodeling_score(**arguments)
 
 
 def first_precision(scores, labels):
-    return precision_at(1, scores, labels)
+    return evaluation.precision_at(1, scores, labels)
 
 
 NAN, ONE, THREE = float("nan"), np.ones, [1.0, 2.0, 3.0]
-STATISTICS = [auc, first_precision, spearman]
+STATISTICS = [evaluation.auc, first_precision, evaluation.spearman]
 ALPHA = "alpha must lie between 0 and 1 and select at least one"
 FIRST_AT_1 = "1 of 3 values of .* NaN or infinite, first at 1"
 NOT_FINITE = [
     *((f, {"": ([0.0, NAN, 1.0], [0, 1, 1])}, FIRST_AT_1) for f in STATISTICS),
     (lds, {"outputs": np.full((12, 7), np.inf)}, r"84 of 84 values of outputs .* first at \[0, 0\]"),
-    (removal_masks, {"": ([[0.0, 1.0], [NAN, 1.0]], 1)}, r"1 of 4 values of scores .* first at \[1, 0\]"),
-    (target_loss_rise, {"": ([0.0, 0.0], [0.0, NAN])}, "1 of 2 values of after .* first at 1"),
-]
+    (evaluation.removal_masks, {"": ([[0.0, 1.0], [NAN, 1.0]], 1)}, r"1 of 4 values of scores .* first at \[1, 0\]"),
+    (evaluation.target_loss_rise, {"": ([0.0, 0.0], [0.0, NAN])}, "1 of 2 values of after .* first at 1"),
+]  # fmt: skip
 INVALID = [
     *((f, {"": ([0.0, 1.0], [0, 1, 1])}, r"one shape \(n,\), got \(2,\) and \(3,\)") for f in STATISTICS),
     *((f, {"": ([[0.0, 1.0]], [[0, 1]])}, "must be one-dimensional") for f in STATISTICS),
     *((f, {"": (THREE, [0, 1, 2])}, r"booleans, or 0 and 1, got values \[0, 1, 2\]") for f in STATISTICS[:2]),
-    *((auc, {"": (THREE[: len(y)], y)}, "AUC needs both classes") for y in ([0, 0], [1, 1], [])),
-    (mislabel_detection, {"": ([0.0, 1.0], [0, 0])}, "AUC needs both classes"),
-    (precision_at, {"": (0, THREE, [0, 1, 1])}, "k must be an integer"),
-    (precision_at, {"": (4, THREE, [0, 1, 1])}, "at most the number of scores, 3, got 4"),
-    *((spearman, {"": (v, v)}, "values of a are all equal") for v in ([2.0, 2.0], [1.0], [])),
+    *((evaluation.auc, {"": (THREE[: len(y)], y)}, "AUC needs both classes") for y in ([0, 0], [1, 1], [])),
+    (evaluation.mislabel_detection, {"": ([0.0, 1.0], [0, 0])}, "AUC needs both classes"),
+    (evaluation.precision_at, {"": (0, THREE, [0, 1, 1])}, "k must be an integer"),
+    (evaluation.precision_at, {"": (4, THREE, [0, 1, 1])}, "at most the number of scores, 3, got 4"),
+    *((evaluation.spearman, {"": (v, v)}, "values of a are all equal") for v in ([2.0, 2.0], [1.0], [])),
     (lds, {"scores": ONE((12, 7))}, "scores have 12 train rows, masks 20.*masks=None"),
     (lds, {"scores": ONE((9, 7))}, r"scores have 9 train rows, masks 20; they must agree\.$"),
     (lds, {"outputs": ONE((12, 6))}, r"Predictions have shape \(12, 7\), outputs \(12, 6\)"),
@@ -304,23 +288,20 @@ INVALID = [
     (lds, {"masks": ONE((12, 20))}, "masks must be a boolean matrix"),
     (lds, {"confidence": 1.0}, "confidence must lie between 0 and 1, got 1.0"),
     (lds, {"num_resamples": 0}, "num_resamples must be an integer of at least 1"),
-    (linear_datamodeling_score, {"": ([[1.0]], None, [[1.0]])}, "at least 2 of them, got 1"),
-    *((subset_masks, {"": (10, 2), "alpha": a}, ALPHA) for a in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)),
-    (subset_masks, {"": (4, 1), "strata": [0, 0, 1]}, r"one value per row, \(4,\), got \(3,\)"),
-    (removal_masks, {"": (ONE((3, 2)), 3)}, "there are 3 rows, got k = 3"),
-    (removal_masks, {"": ([0.0, 1.0], 1)}, r"a matrix that is not empty, got shape \(2,\)"),
-    (leave_one_out_masks, {"": (3, [3])}, r"rows 0 to 2, got \[3\]"),
-    (leave_one_out_masks, {"": (3, [-1])}, r"rows 0 to 2, got \[-1\]"),
-    (leave_one_out_masks, {"": (3, np.array([], dtype=np.int64))}, "at least one"),
-    (leave_one_out_masks, {"": (3, [0.5])}, "list of integers"),
-    (target_loss_rise, {"": ([0.0, 1.0], [0.0])}, r"before must be \(M,\).*got \(2,\) and \(1,\)"),
-    (
-        target_loss_rise,
-        {"": ([0.0], [0.0]), "confidence": 0.0},
-        "confidence must lie between 0 and 1, got 0.0",
-    ),
-    *((bm25, {"": (texts, ["dog"])}, "no word in the train texts") for texts in ([], ["", "?"])),
-]
+    (evaluation.linear_datamodeling_score, {"": ([[1.0]], None, [[1.0]])}, "at least 2 of them, got 1"),
+    *((evaluation.subset_masks, {"": (10, 2), "alpha": a}, ALPHA) for a in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)),
+    (evaluation.subset_masks, {"": (4, 1), "strata": [0, 0, 1]}, r"one value per row, \(4,\), got \(3,\)"),
+    (evaluation.removal_masks, {"": (ONE((3, 2)), 3)}, "there are 3 rows, got k = 3"),
+    (evaluation.removal_masks, {"": ([0.0, 1.0], 1)}, r"a matrix that is not empty, got shape \(2,\)"),
+    (evaluation.leave_one_out_masks, {"": (3, [3])}, r"rows 0 to 2, got \[3\]"),
+    (evaluation.leave_one_out_masks, {"": (3, [-1])}, r"rows 0 to 2, got \[-1\]"),
+    (evaluation.leave_one_out_masks, {"": (3, np.array([], dtype=np.int64))}, "at least one"),
+    (evaluation.leave_one_out_masks, {"": (3, [0.5])}, "list of integers"),
+    (evaluation.target_loss_rise, {"": ([0.0, 1.0], [0.0])}, r"before must be \(M,\).*got \(2,\) and \(1,\)"),
+    (evaluation.target_loss_rise, {"": ([0.0], [0.0]), "confidence": 0.0},
+     "confidence must lie between 0 and 1, got 0.0"),
+    *((evaluation.bm25, {"": (texts, ["dog"])}, "no word in the train texts") for texts in ([], ["", "?"])),
+]  # fmt: skip
 """Function, arguments (those by position under the empty name), and what is said."""
 
 

@@ -30,26 +30,19 @@ def test_the_quantile_is_the_one_that_is_counted_by_hand():
     assert conformal_quantile(residuals, np.ones(9), 0.91) == np.inf
     # Masses of 1 : 3 : 6 to 1 for the new set: 1/11, 4/11, 10/11.
     weighted = [[5.0], [2.0], [7.0]]
-    assert [conformal_quantile(weighted, [1, 3, 6], level) for level in (3 / 11, 4 / 11, 10 / 11, 0.92)] == [
-        2,
-        5,
-        7,
-        np.inf,
-    ]
+    levels = (3 / 11, 4 / 11, 10 / 11, 0.92)
+    assert [conformal_quantile(weighted, [1, 3, 6], level) for level in levels] == [2, 5, 7, np.inf]
     shared = np.array([[1, 0], [0, 3], [2, 4]])  # the targets that do not count have the other residuals
     assert conformal_quantile([[5.0, 9.0], [9.0, 2.0], [7.0, 1.0]], shared, 7 / 11) == 2
     assert conformal_quantile([[5.0, 9.0], [9.0, 2.0], [7.0, 1.0]], shared, 8 / 11) == 5
     assert [fewest_trials(level) for level in (0.5, 0.8, 0.9, 0.95)] == [1, 4, 9, 19]
 
 
-@pytest.mark.parametrize(
-    ("residuals", "weights", "level", "seen"),
-    [
-        (np.ones((3, 2)), np.ones(2), 0.9, r"weights must be \(3,\) or \(3, 2\), got \(2,\)"),
-        (np.ones(3), np.ones(3), 0.9, "residuals must be a matrix"),
-        (np.ones((3, 2)), np.ones(3), 1.0, "level must lie between 0 and 1, got 1.0"),
-    ],
-)
+@pytest.mark.parametrize(("residuals", "weights", "level", "seen"), [
+    (np.ones((3, 2)), np.ones(2), 0.9, r"weights must be \(3,\) or \(3, 2\), got \(2,\)"),
+    (np.ones(3), np.ones(3), 0.9, "residuals must be a matrix"),
+    (np.ones((3, 2)), np.ones(3), 1.0, "level must lie between 0 and 1, got 1.0"),
+])  # fmt: skip
 def test_what_has_no_quantile_is_refused(residuals, weights, level, seen):
     with pytest.raises(InvalidInputError, match=seen):
         conformal_quantile(residuals, weights, level)
@@ -59,9 +52,8 @@ def simulated(rng, count, num_targets=20):
     """Changes with noise that grows with the effect, and of which the targets of a set share a half."""
     predicted = rng.normal(size=(count, num_targets))
     noise = (rng.normal(size=(count, 1)) + rng.normal(size=predicted.shape)) / np.sqrt(2)
-    return predicted, 2.0 * np.minimum(predicted, 0) + 0.5 * np.maximum(predicted, 0) + (
-        0.2 + 0.5 * np.abs(predicted)
-    ) * noise
+    change = 2.0 * np.minimum(predicted, 0) + 0.5 * np.maximum(predicted, 0)
+    return predicted, change + (0.2 + 0.5 * np.abs(predicted)) * noise
 
 
 @pytest.mark.parametrize(("level", "count"), [(0.9, 40), (0.8, 12), (0.5, 20)])
@@ -104,9 +96,8 @@ def test_slopes_follow_the_share():
     shares = np.repeat([0.05, 0.2], 20)
     slopes = np.where(shares == 0.05, 1.0, 2.0)[:, None]
     zeros = np.zeros(20)
-    found = Trials(shares, predicted, predicted, slopes * predicted, zeros, zeros, 1).interval(
-        predicted[3], predicted[3], 0.1
-    )
+    known = Trials(shares, predicted, predicted, slopes * predicted, zeros, zeros, 1)
+    found = known.interval(predicted[3], predicted[3], 0.1)
     np.testing.assert_allclose(found.predicted, 1.5 * predicted[3], rtol=0.02, atol=0.01)
 
 
@@ -196,11 +187,8 @@ def test_random_sets_have_concentration_1_and_equal_rows_the_root_of_their_numbe
     scores = rng.normal(size=(400, 50)) + 3.0
 
     def concentration(rows, scores):
-        return float(
-            concentration_of(
-                standardised_sum(-scores[rows].sum(0), len(rows), 400, scores.mean(0), scores.std(0))
-            )
-        )
+        summed = -scores[rows].sum(0), len(rows), 400, scores.mean(0), scores.std(0)
+        return float(concentration_of(standardised_sum(*summed)))
 
     found = [concentration(rng.permutation(400)[:count], scores) for count in (4, 40, 200) for _ in range(40)]
     assert np.sqrt(np.mean(np.square(found))) == pytest.approx(1.0, abs=0.05)

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
-from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
-from trak_lite.projectors import AbstractProjector
+from trak_lite.modelout_functions import resolve_task
 from trak_lite.store import ZarrFeatureStore
 
 Array = np.ndarray
 
 
-def columns(path: Path, table: str = "ckpt-0") -> dict[str, Array]:
-    """What a table of a store holds, by column."""
+def columns(path, table="ckpt-0"):
     with ZarrFeatureStore.open(path, mode="r") as store:
         opened = store.open_table(table)
         return {column.name: opened.read(column.name) for column in opened.spec.columns}
 
 
-def projection(
-    projector: AbstractProjector, shapes: dict[str, tuple[int, ...]], model_id: int = 0
-) -> dict[str, Array]:
+def projection(projector, shapes, model_id=0):
     """The projection as explicit matrices: what it makes of every unit vector."""
     found = {}
     for name, own in shapes.items():
@@ -54,9 +45,7 @@ class Plain:
     places: dict[str, Array]
     """Columns of every parameter, in its shape."""
 
-    def solved(
-        self, blocks: Sequence[tuple[Array, Array]], damping: float, *, absolute: bool = False
-    ) -> Array:
+    def solved(self, blocks, damping, *, absolute=False):
         """Return (H + lambda)^-1 g' of the targets ``(M, P)``, over blocks of columns and their matrices."""
         found = np.zeros_like(self.targets)
         for places, matrix in blocks:
@@ -66,17 +55,12 @@ class Plain:
                 found[:, places] = np.linalg.solve(damped, self.targets[:, places].T).T
         return found
 
-    def scores(
-        self, blocks: Sequence[tuple[Array, Array]], damping: float, *, absolute: bool = False
-    ) -> Array:
+    def scores(self, blocks, damping, *, absolute=False):
         """Return q g (H + lambda)^-1 g' ``(N, M)``."""
         return self.q[:, None] * (self.train @ self.solved(blocks, damping, absolute=absolute).T)
 
 
-def plain_rows(
-    model: nn.Module, task: Any, train: TensorDataset, targets: TensorDataset, folder: Path
-) -> Plain:
-    """The stored rows without a projection."""
+def plain_rows(model, task, train, targets, folder):
     made = Attributor(model, task, folder / "plain.zarr", projector="none", dtype="float32", progress=False)
     made.featurize(train)
     made.score(targets, "t", method="GradDot")
@@ -87,44 +71,37 @@ def plain_rows(
         for (name, shape), start in zip(made.parameters.items(), starts[:-1], strict=True)
     }
     features = columns(folder / "plain.zarr", "targets/t/ckpt-0")["features"]
-    return Plain(
-        rows["features"].astype(float), rows["out_to_loss"].astype(float), features.astype(float), places
-    )
+    wide = (part.astype(float) for part in (rows["features"], rows["out_to_loss"], features))
+    return Plain(*wide, places)
 
 
-def streamed(model: nn.Module, task: Any, train: Any, targets: Any, method: Any, **settings: Any) -> Any:
-    """Scores without stored rows."""
+def streamed(model, task, train, targets, method, **settings):
     max_bytes = {"max_bytes": settings.pop("max_bytes")} if "max_bytes" in settings else {}
     made = Attributor(model, task, None, progress=False, **settings)
     return made.stream_scores(train, targets, method=method, **max_bytes)
 
 
-def close(found: Any, expected: Array, rtol: float = 1e-4) -> None:
-    np.testing.assert_allclose(
-        np.asarray(found), expected, rtol=rtol, atol=0.1 * rtol * np.abs(expected).max()
-    )
+def close(found, expected, rtol=1e-4):
+    atol = 0.1 * rtol * np.abs(expected).max()
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=atol)
 
 
-def gradients(model: nn.Module, outputs: Tensor) -> dict[str, Array]:
+def gradients(model, outputs):
     """The gradient of each of the outputs ``(B, *shape)``, by one backward pass each."""
     named = dict(model.named_parameters())
-    rows = [
-        torch.autograd.grad(o, list(named.values()), retain_graph=True, allow_unused=True) for o in outputs
-    ]
+    rows = [torch.autograd.grad(o, [*named.values()], retain_graph=True, allow_unused=True) for o in outputs]
     return {
         name: np.stack([(torch.zeros_like(p) if row[i] is None else row[i]).numpy() for row in rows])
         for i, (name, p) in enumerate(named.items())
     }
 
 
-def recording(
-    task: str, monkeypatch: pytest.MonkeyPatch, before: Callable[[list[Any]], None] = lambda drawn: None
-) -> tuple[AbstractModelOutput, list[Any]]:
+def recording(task, monkeypatch, before=lambda drawn: None):
     """A task, and the batches with drawn labels that it has returned; ``before`` may raise."""
     made, drawn = resolve_task(task), list[Any]()
     draw = made.sample_labels
 
-    def sample_labels(*given: Any) -> Any:
+    def sample_labels(*given):
         before(drawn)
         drawn.append(draw(*given))
         return drawn[-1]
@@ -133,5 +110,5 @@ def recording(
     return made, drawn
 
 
-def in_batches(data: Any, size: int) -> Rows:
+def in_batches(data, size):
     return Rows(data, batch_size=size, name="rows")

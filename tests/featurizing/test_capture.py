@@ -1,18 +1,15 @@
 """Rows of a running training: against plain autograd with the weights of every step, mostly in float64."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns
-from torch import Tensor, nn
+from tiny_runs import Merging
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -25,13 +22,13 @@ from trak_lite.store import check_store
 N, BATCH, RTOL = 80, 4, 1e-6
 
 
-def data() -> TensorDataset:
+def data():
     inputs = torch.randn(N, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 0.5).long())
 
 
 class Network(nn.Sequential):
-    def __init__(self, *middle: nn.Module) -> None:
+    def __init__(self, *middle):
         super().__init__(nn.Linear(5, 8), nn.GELU(), *middle, nn.Linear(8, 3))
         self.double()
 
@@ -39,7 +36,7 @@ class Network(nn.Sequential):
 class Odd(nn.Module):
     """A layer with one habit that a pass between two steps must survive."""
 
-    def __init__(self, habit: str) -> None:
+    def __init__(self, habit):
         super().__init__()
         self.habit, self.calls, self.shift = habit, 0, torch.zeros(8, dtype=torch.float64)
         self.gate = nn.Parameter(torch.zeros(8))
@@ -48,7 +45,7 @@ class Odd(nn.Module):
         self.register_buffer("num_calls", torch.zeros(()))
         self.table = nn.Embedding(4, 8, max_norm=0.1 if habit == "max_norm" else None)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.habit == "buffer":
             self.calls, self.num_seen = self.calls + 1, self.num_seen + len(x)
             self.num_calls.add_(1)
@@ -70,7 +67,7 @@ class Odd(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path, monkeypatch):
     """Stores without a path of their own are in the folder of the test; replays begin at once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replays, "_SECONDS", 0.0)
@@ -78,16 +75,16 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-def attributor(model: nn.Module, path: str = "run.zarr", **settings: Any) -> Attributor:
+def attributor(model, path="run.zarr", **settings):
     given = {"projector": "none", "dtype": "float32", "progress": False, **settings}
     return Attributor(model, "image_classification", path, **given)
 
 
-def order(seed: int = 7) -> list[Tensor]:
+def order(seed=7):
     return list(torch.randperm(N, generator=torch.Generator().manual_seed(seed)).split(BATCH))
 
 
-def gradients(model: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
+def gradients(model, x, y):
     """The gradients of the margin by plain autograd, sample by sample, in eval mode."""
     rows, own = [], copy.deepcopy(model).eval()
     for sample, label in zip(x, y, strict=True):
@@ -98,16 +95,7 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> np.ndarray:
     return np.stack(rows)
 
 
-def epoch(
-    model: nn.Module,
-    capture: Callable[..., None] | None,
-    batches: list[Tensor],
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    called: Any = None,
-    accumulate: int = 1,
-    augment: float = 0.0,
-) -> np.ndarray:
+def epoch(model, capture, batches, *, optimizer=None, called=None, accumulate=1, augment=0.0):
     """A plain loop; returns the expected rows, those of the first visits, NaN for others."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02) if optimizer is None else optimizer
     rows = np.full((N, sum(p.numel() for p in model.parameters())), np.nan)
@@ -128,12 +116,12 @@ def epoch(
     return rows
 
 
-def stored(made: Attributor, path: str = "ckpt-0") -> np.ndarray:
+def stored(made, path="ckpt-0"):
     return columns(made.path, path)["features"]
 
 
 HABITS = ["buffer", "attribute", "random", "in place", "recomputed", "branch"]
-LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+LAYERS = {
     "plain": list,
     "dropout": lambda: [nn.Dropout(0.3)],
     "batch norm": lambda: [nn.BatchNorm1d(8)],
@@ -143,35 +131,17 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-class Merging(nn.Module):
-    """Adds a second weight to its first in eval mode, as adapters do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.more = (nn.Parameter(torch.eye(8) * scale) for scale in (1.0, 0.1))
-        self.merged = False
-
-    def train(self, mode: bool = True) -> Merging:
-        if self.merged == mode:
-            self.weight.data += self.more.data * (-1 if mode else 1)
-            self.merged = not mode
-        return super().train(mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.weight if self.merged else self.weight + self.more)
-
-
 class Keeping(nn.Module):
     """Keeps a value that it computes from its weight in the first pass in eval mode; a copy has none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.eye(8))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name != "kept"}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             return x @ (self.weight + self.weight.detach().exp())
         if not hasattr(self, "kept"):
@@ -180,9 +150,7 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
-    layers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(layers, monkeypatch, caplog):
     monkeypatch.setattr(capturing, "_SETTLED_AFTER", 4)  # replays from the seventh
     model = Network(*LAYERS[layers]())
     plain = copy.deepcopy(model)
@@ -216,7 +184,7 @@ def test_rows_are_those_of_autograd_and_the_training_keeps_its_bits(
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "compiled", "ema"])
-def test_wrapped_models_are_captured(wrapper: str, tmp_path: Path) -> None:
+def test_wrapped_models_are_captured(wrapper, tmp_path):
     model = Network()
     made, called, hook = attributor(model), cast("Any", model), None
     try:
@@ -239,9 +207,7 @@ def test_wrapped_models_are_captured(wrapper: str, tmp_path: Path) -> None:
     close(stored(made), rows, RTOL)
 
 
-def test_a_captured_table_is_used_as_any_other_and_described(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_captured_table_is_used_as_any_other_and_described(tmp_path, capsys):
     folder, model = tmp_path / "weights", Network()
     made = attributor(model, dtype="int8", store_norms=True)
     for name in ("epoch-0", "epoch-1"):
@@ -277,7 +243,7 @@ def test_a_captured_table_is_used_as_any_other_and_described(
         named.featurize(Rows(longer, name="data"), append=True)
 
 
-def broken_off(capture: Any, *args: Any, lost: bool = False, **options: Any) -> np.ndarray:
+def broken_off(capture, *args, lost=False, **options):
     """Train and capture rows of a block that an interrupt ends; the last ones may be killed before they are written."""
     with pytest.raises(KeyboardInterrupt), capture as taken:  # noqa: PT012
         rows = epoch(args[0], taken, *args[1:], **options)
@@ -288,7 +254,7 @@ def broken_off(capture: Any, *args: Any, lost: bool = False, **options: Any) -> 
 
 
 @pytest.mark.parametrize("layers", ["plain", "merging"])
-def test_a_killed_training_goes_on(layers: str) -> None:
+def test_a_killed_training_goes_on(layers):
     model = Network(*LAYERS[layers]())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = broken_off(attributor(model).capture(data(), "a"), model, order()[:6], optimizer=optimizer)
@@ -319,7 +285,7 @@ def test_a_killed_training_goes_on(layers: str) -> None:
         assert capture.num_missing == N
 
 
-def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path: Path) -> None:
+def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path):
     model = Network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     made = attributor(model, normalize="adam_update")
@@ -340,18 +306,18 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path: Path) -> None:
     saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state
 
 
-def scaled() -> tuple[nn.Module, list[Any]]:
+def scaled():
     """A module that multiplies by a number and a tensor outside it, and these two."""
-    values: list[Any] = [1.0, torch.ones(8, dtype=torch.float64)]
+    values = [1.0, torch.ones(8, dtype=torch.float64)]
 
     class Scaled(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return values[0] * values[1] * x
 
     return Scaled(), values
 
 
-def test_rows_that_a_late_check_finds_wrong_are_removed() -> None:
+def test_rows_that_a_late_check_finds_wrong_are_removed():
     module, values = scaled()
     made = attributor(Network(module))
     with (  # noqa: PT012
@@ -370,11 +336,11 @@ def test_rows_that_a_late_check_finds_wrong_are_removed() -> None:
 
 
 class Augmented(TensorDataset):
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, index):
         return self.tensors[0][index] + torch.randn(5), self.tensors[1][index]
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named():
     made, (x, y) = attributor(Network()), data().tensors
     few = (x[:4], y[:4])
     with pytest.raises(errors.NonFiniteError, match="3"), made.capture(data(), "epoch-0") as capture:  # noqa: PT012

@@ -1,25 +1,15 @@
 """The Fisher kernel by one backward pass per drawn label; how its fit and that of EK-FAC are kept and refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from dense_cases import close, columns, gradients, projection, recording
-from tiny_runs import Counting
+from tiny_runs import Counting, LanguageModel
 from torch import nn
 from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Normalization, Rows
-from trak_lite.errors import (
-    InvalidInputError,
-    ManifestMismatchError,
-    NonFiniteError,
-    ReadOnlyStoreError,
-    StateError,
-    StoreError,
-)
+from trak_lite import Attributor, Normalization, Rows, errors
 from trak_lite.featurizing import fisher
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import EKFAC, TRAK, Fisher, GaussNewton
@@ -30,19 +20,6 @@ N, M, K, VOCABULARY, LENGTH = 7, 3, 4, 5, 4
 LM, MULTI = "causal_language_modeling", "multilabel_classification"
 
 
-class LanguageModel(nn.Module):
-    """Says the next token from the sum of those before."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, 3)
-        self.head = nn.Linear(3, VOCABULARY)
-
-    def forward(self, input_ids):
-        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
-
-
 def tokens(count, seed):
     ids = torch.randint(VOCABULARY - 1, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
@@ -51,7 +28,7 @@ def tokens(count, seed):
 
 
 def model():
-    return LanguageModel().double()
+    return LanguageModel(VOCABULARY, 3).double()
 
 
 def several_labels():
@@ -101,10 +78,8 @@ def test_scores_are_those_of_the_gram_of_drawn_labels(task, batch_size, damping,
     build, log_likelihood, train, targets = model, token_log_likelihood, TRAIN, TARGETS
     if task == MULTI:
         build, log_likelihood = several_labels, label_log_likelihood
-        train, targets = (
-            TensorDataset(torch.randn(count, 3, dtype=torch.float64), torch.randint(2, (count, 3)))
-            for count in (N, M)
-        )
+        pairs = [(torch.randn(n, 3, dtype=torch.float64), torch.randint(2, (n, 3))) for n in (N, M)]
+        train, targets = (TensorDataset(*pair) for pair in pairs)
     known, drawn = recording(task, monkeypatch)
     method = Fisher() if damping is None else Fisher(damping=damping)
     made = attributor(tmp_path / "a.zarr", build(), known, method=method)
@@ -143,7 +118,6 @@ def test_labels_come_as_often_as_the_model_says_and_anew_in_every_draw(monkeypat
     inputs = torch.randn(1, 3).expand(count, 3)
     made = attributor(None, net, known, proj_dim=3, method=Fisher(samples_per_feature=count * draws // 3))
     made.featurize(Rows(TensorDataset(inputs, torch.zeros(count, dtype=torch.int64)), batch_size=count))
-
     p = net(inputs[:1]).softmax(1).detach()[0]
     labels = torch.cat([one[1] for one in drawn]).reshape(draws, count)
     shares = torch.stack([(labels == label).float().mean(1) for label in range(3)], 1)
@@ -154,7 +128,6 @@ def test_labels_come_as_often_as_the_model_says_and_anew_in_every_draw(monkeypat
 
 def test_rows_that_are_far_apart_come_in_whole_batches(lm):
     attributor(task=lm[0]).featurize(Rows(tokens(100, 2), batch_size=6))
-
     assert [len(batch[0]) for batch in lm[1]] == [6, 6, 4], "4 * K of 100 rows"
 
 
@@ -181,10 +154,8 @@ def test_all_labels_of_a_text_are_drawn_from_one_pass_of_the_model(
     monkeypatch.setattr(fisher, "_ROWS_AT_ONCE", 12)
     net, texts, drawing = model(), Counting(tokens(48, 2)), []
     net.register_forward_hook(lambda *_: drawing.append(not torch.is_grad_enabled()))
-
     made = attributor(net=net, task=lm[0], method=Fisher(samples_per_feature=24))
     made.featurize(Rows(texts, name="texts", batch_size=batch_size))
-
     assert (sum(drawing), len(texts.loaded) - 48) == (passes, loaded)
 
 
@@ -201,7 +172,6 @@ def test_a_checkpoint_that_is_fitted_is_not_fitted_again(kind, batches, tmp_path
     both, damped = (scored(made, method=method) for method in (kind(), kind(damping=0.5)))
     assert len(drawn) == 2 * batches, "the fit is that of any damping"
     assert not np.allclose(both, damped)
-
     second = scored(made, name="test", method=other, checkpoints=[one])
     assert len(drawn) == 3 * batches
     latest = scored(made, name="two", method=other)
@@ -224,9 +194,7 @@ def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(lm):
     for one in (expected, made):
         one.featurize(TRAIN, states())
     assert lm[1] == []
-
     found = scored(made, method="Fisher")
-
     np.testing.assert_array_equal(found, scored(expected))
     path = made.scores(method="Fisher", dense=False).damping_path([None, 1.0]).numpy()
     np.testing.assert_allclose(path[0], found, rtol=1e-3, atol=1e-5 * np.abs(found).max())
@@ -253,10 +221,9 @@ def test_a_fit_that_was_killed_is_made_by_the_next_call(tmp_path, monkeypatch, l
         with pytest.raises(KeyboardInterrupt):
             attributor(tmp_path / "a.zarr", task=task).featurize(Rows(TRAIN, batch_size=3))
     made = attributor(tmp_path / "a.zarr", task=task)
-    with pytest.raises(StateError, match=r"Fisher has to be fitted .* Call featurize\(train_data"):
+    with pytest.raises(errors.StateError, match=r"Fisher has to be fitted .* Call featurize\(train_data"):
         scored(made)
     again = made.featurize(Rows(TRAIN, batch_size=3))
-
     assert (again.rows_written, again.rows_found) == (0, N)
     assert len(drawn) <= 7 + 3, "some batches are compared with the stored rows"
     close(scored(made), scored(whole), rtol=1e-5)
@@ -274,9 +241,7 @@ def test_what_a_fit_was_made_of_is_named_and_dropped_after_a_kill(tmp_path, monk
     assert report.ok
     assert [(finding.level, finding.table) for finding in report.findings] == [("note", left)]
     assert "left over" in report.findings[0].finding
-
     attributor(path, task=task).featurize(TRAIN)
-
     assert left not in ZarrFeatureStore.open(path).table_names()
     assert check_store(path).findings == ()
     assert len(drawn) == 1
@@ -289,10 +254,8 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(tmp_path, monkeypatc
     expected.featurize(TRAIN)
     made = attributor(tmp_path / "a.zarr", task=task, method=TRAK(damping=None, layout="stored"))
     made.featurize(TRAIN)
-    error, real = (
-        StoreError("Listing drawn/features failed: No such file or directory."),
-        ZarrFeatureStore.create_table,
-    )
+    error = errors.StoreError("Listing drawn/features failed: No such file or directory.")
+    real = ZarrFeatureStore.create_table
 
     def completed(self, path, *given):
         if not path.endswith("drawn"):
@@ -304,9 +267,8 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(tmp_path, monkeypatc
     monkeypatch.setattr(ZarrFeatureStore, "create_table", completed)
     np.testing.assert_array_equal(scored(made, method=method), scored(expected))
     assert len(drawn) == 2
-
     failing(monkeypatch, "create_table", error, lambda path: path.endswith("drawn"))
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(errors.StoreError, match="No such file"):
         scored(made, method=Fisher(seed=4))
 
 
@@ -330,7 +292,7 @@ def test_train_data_that_another_process_has_appended_to_are_not_fitted_to(tmp_p
     made, other = attributor(tmp_path / "a.zarr"), attributor(tmp_path / "a.zarr")
     made.featurize(TRAIN)
     other.featurize(LONGER, append=True)
-    with pytest.raises(ManifestMismatchError, match=r"dataset.*featurize"):
+    with pytest.raises(errors.ManifestMismatchError, match=r"dataset.*featurize"):
         scored(made, method=EKFAC())
 
 
@@ -357,21 +319,17 @@ class NormalisingComputer(FunctionalGradientComputer):
 NORMALISED = "The rows are normalised, and Fisher needs gradients that are not"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"task": lambda call, batch: call(batch[0]).sum((1, 2))}, "does not define their distribution"),
-        ({"normalize": "unit"}, NORMALISED),
-        ({"gradient_computer": NormalisingComputer}, NORMALISED),
-    ],
-    ids=["no-labels", "normalised", "normalised-by-the-computer"],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"task": lambda call, batch: call(batch[0]).sum((1, 2))}, "does not define their distribution"),
+    ({"normalize": "unit"}, NORMALISED),
+    ({"gradient_computer": NormalisingComputer}, NORMALISED),
+], ids=["no-labels", "normalised", "normalised-by-the-computer"])  # fmt: skip
 def test_what_labels_cannot_be_drawn_for_is_refused(changes, said):
-    with pytest.raises(InvalidInputError, match=said):
+    with pytest.raises(errors.InvalidInputError, match=said):
         attributor(method="Fisher", **changes)
     made = attributor(**changes)
     made.featurize(TRAIN)
-    with pytest.raises(InvalidInputError, match=said):
+    with pytest.raises(errors.InvalidInputError, match=said):
         scored(made, method="Fisher")
 
 
@@ -379,7 +337,7 @@ def test_normalised_rows_take_the_next_best_kernel():
     assert attributor(normalize="unit").method == TRAK(damping=None, layout="stored")
     margin = MultiLabelModelOutput(output="margin")
     assert attributor(net=several_labels(), task=margin, normalize="unit").method == GaussNewton()
-    with pytest.raises(InvalidInputError, match=r"Unknown fields of Fisher: \['layout'\]"):
+    with pytest.raises(errors.InvalidInputError, match=r"Unknown fields of Fisher: \['layout'\]"):
         attributor(method={"name": "Fisher", "layout": "joint"})
 
 
@@ -394,24 +352,23 @@ def test_a_gradient_that_is_not_finite_is_refused_and_its_row_named(monkeypatch)
         return torch.where(torch.arange(len(ids))[:, None] % N == 4, 4, ids), labels
 
     monkeypatch.setattr(task, "sample_labels", overflowing)
-    with pytest.raises(NonFiniteError, match=r"rows \[4, 4, 4\] of the train data"):
+    with pytest.raises(errors.NonFiniteError, match=r"rows \[4, 4, 4\] of the train data"):
         attributor(net=net, task=task).featurize(TRAIN)
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_a_label_is_drawn(tmp_path, monkeypatch, lm):
-    made, other = (
-        attributor(tmp_path / "a.zarr", task=lm[0], method=method) for method in (Fisher(), Fisher(seed=1))
-    )
+    methods = Fisher(), Fisher(seed=1)
+    made, other = (attributor(tmp_path / "a.zarr", task=lm[0], method=method) for method in methods)
     made.featurize(TRAIN)
     scored(made, name="test")
     monkeypatch.setattr(ZarrFeatureStore, "writable", property(lambda _: False))
-
     for call in (
         lambda: scored(made, name="test", method=Fisher(seed=1)),
         lambda: scored(made, name="test", method=EKFAC()),
         lambda: other.featurize(TRAIN),
     ):
-        with pytest.raises(ReadOnlyStoreError, match="open for reading only, and a fit must be stored"):
+        said = "open for reading only, and a fit must be stored"
+        with pytest.raises(errors.ReadOnlyStoreError, match=said):
             call()
     assert len(lm[1]) == 1
 
@@ -475,16 +432,13 @@ def scores_of(sample):
     return made.score(ROWS).numpy()
 
 
-@pytest.mark.parametrize(
-    ("sample", "expected"),
-    [
-        (replaces, pure),
-        (overwrites, pure),
-        (writes_to_outputs, pure),
-        (asks_something_else_first, pure),
-        (changes_inputs, pure_with_other_inputs),
-    ],
-)
+@pytest.mark.parametrize(("sample", "expected"), [
+    (replaces, pure),
+    (overwrites, pure),
+    (writes_to_outputs, pure),
+    (asks_something_else_first, pure),
+    (changes_inputs, pure_with_other_inputs),
+])  # fmt: skip
 def test_what_a_task_writes_to_changes_no_later_draw(sample, expected):
     """Labels of four draws come from one pass of the model."""
     np.testing.assert_array_equal(scores_of(sample), scores_of(expected))

@@ -1,7 +1,5 @@
 """CG and LiSSA against dense solves with a Gauss-Newton matrix of autograd's Jacobians, in float64."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np
@@ -118,21 +116,17 @@ def dense_matrix(model, train):
     return [(np.arange(len(total)), total.numpy())]
 
 
-@pytest.mark.parametrize(
-    ("make", "task", "train", "targets"),
-    [
-        (Normalized, LABELS, TRAIN, TARGETS),
-        (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
-        pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
-    ],
-)
+@pytest.mark.parametrize(("make", "task", "train", "targets"), [
+    (Normalized, LABELS, TRAIN, TARGETS),
+    (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
+    pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
+])  # fmt: skip
 def test_cg_is_the_dense_solve_for_every_target(make, task, train, targets, tmp_path, caplog):
     model = prepared(make)
     plain = plain_rows(model, task, train, targets, tmp_path)
     method = CG(damping=0.5, absolute=True, tolerance=1e-9, max_iterations=500)
     with caplog.at_level(logging.INFO, "trak_lite"):
         found = streamed(model, task, in_batches(train, 60 if make is Cubed else 7), targets, method)
-
     close(found.numpy(), plain.scores(dense_matrix(model, train), 0.5, absolute=True))
     assert ("two backward passes" in caplog.text) == (make is Cubed)
     (convergence,) = found.convergence
@@ -148,7 +142,6 @@ def test_products_of_drawn_labels_are_those_of_their_gradients(tmp_path, monkeyp
     plain = plain_rows(model, LABELS, TRAIN, TARGETS, tmp_path)
     method = CG(damping=0.5, absolute=True, tolerance=1e-9, max_iterations=200, draws=2)
     found = streamed(model, task, in_batches(TRAIN, N), TARGETS, method)
-
     labels = [one[1] for one in drawn[2:]]  # after those of the two passes of the preconditioner
     assert all(torch.equal(one, labels[number % 2]) for number, one in enumerate(labels))
     losses = [functional.cross_entropy(model(TRAIN.tensors[0]), one, reduction="none") for one in labels[:2]]
@@ -161,11 +154,9 @@ def test_lissa_converges_to_the_dense_solve(tmp_path):
     model = prepared()
     plain = plain_rows(model, LABELS, TRAIN, TARGETS, tmp_path)
     expected = plain.scores(dense_matrix(model, TRAIN), 5.0, absolute=True)
-
     found = streamed(model, LABELS, TRAIN, TARGETS, LiSSA(damping=5.0, absolute=True, depth=60, rows=N))
     close(found.numpy(), expected)
     assert found.convergence[0].residuals.max() < 1e-4
-
     drawn = LiSSA(damping=5.0, absolute=True, depth=60, rows=N // 2, repeats=2)
     found = streamed(model, LABELS, TRAIN, TARGETS, drawn)
     assert np.corrcoef(found.numpy().flatten(), expected.flatten())[0, 1] > 0.99
@@ -182,7 +173,6 @@ def test_what_did_not_converge_is_reported():
     method = CG(damping=1e-3, max_iterations=2, tolerance=1e-8)
     with pytest.warns(UserWarning, match=r"CG did not converge .* 1e-08 for 4 of 4 targets at current"):
         found = streamed(prepared(), LABELS, TRAIN, TARGETS, method)
-
     assert (found.convergence[0].residuals > 1e-8).all()
     assert found.convergence[0].iterations.tolist() == [2] * M
     with pytest.raises(NonFiniteError, match="diverged at scale=1e-06"):
@@ -197,7 +187,6 @@ def test_a_target_without_a_gradient_needs_no_iteration():
     targets = TensorDataset(torch.cat([torch.zeros(1, 4, dtype=torch.float64), TARGETS.tensors[0]]))
     model, train = prepared(lambda: nn.Linear(4, 1, bias=False)), TensorDataset(TRAIN.tensors[0])
     found = streamed(model, first_output, train, targets, CG(tolerance=1e-6))
-
     assert not found.numpy()[:, 0].any()
     assert found.convergence[0].iterations[0] == found.convergence[0].residuals[0] == 0
 
@@ -207,14 +196,12 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
     model, method = prepared(), CG(damping=30.0, tolerance=1e-5, max_iterations=100)
     made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
     made.featurize(TRAIN)
-
     stored = made.score(Rows(TARGETS, batch_size=3), method=method).numpy()
     parts = streamed(model, LABELS, TRAIN, TARGETS, method, max_bytes=3_000)
     refined = made.score(TARGETS, refine=Refine(candidates=N, method=method))
     close(parts.numpy(), stored, rtol=1e-3)
     close(refined.numpy(), stored, rtol=1e-3)
     assert refined.convergence[0].iterations.shape == parts.convergence[0].iterations.shape == (M,)
-
     again = Attributor.open(tmp_path / "s", prepared(), progress=False)
     np.testing.assert_array_equal(again.scores(method=method).numpy(), stored)
     for checkpoints in (None, prepared().state_dict()):
@@ -224,13 +211,10 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
         again.score(TARGETS, "new", method=method)
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "rtol"),
-    [
-        (EKFAC, {"damping": 2.0, "fisher": "empirical"}, 1e-5),
-        (CG, {"damping": 5.0, "absolute": True, "tolerance": 1e-6, "max_iterations": 100}, 1e-4),
-    ],
-)
+@pytest.mark.parametrize(("method", "settings", "rtol"), [
+    (EKFAC, {"damping": 2.0, "fisher": "empirical"}, 1e-5),
+    (CG, {"damping": 5.0, "absolute": True, "tolerance": 1e-6, "max_iterations": 100}, 1e-4),
+])  # fmt: skip
 def test_some_rows_stand_for_all(method, settings, rtol):
     """Every row comes three times, one of them is fitted to, or is in the products."""
     tripled = TensorDataset(*(part.repeat_interleave(3, 0) for part in TRAIN.tensors))
@@ -238,7 +222,6 @@ def test_some_rows_stand_for_all(method, settings, rtol):
         streamed(prepared(Cubed), LABELS, tripled, TARGETS, method(max_rows=count, **settings)).numpy()
         for count in (N, None, N - 5)
     )
-
     close(one, every, rtol=rtol)
     assert 0.8 < np.corrcoef(few.flatten(), every.flatten())[0, 1] < 0.99999
 

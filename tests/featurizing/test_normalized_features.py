@@ -1,7 +1,5 @@
 """Normalised rows and stored norms: autograd divided by hand in float64, and steps that torch.optim really makes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -14,16 +12,7 @@ from tiny_runs import Counting, rewrite_settings
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold, verify
-from trak_lite.errors import (
-    CheckpointError,
-    InvalidInputError,
-    ManifestMismatchError,
-    MissingStoreError,
-    NonFiniteError,
-    PrecisionError,
-    StateError,
-)
+from trak_lite import Attributor, Normalization, Rows, clip, clipping_threshold, errors, verify
 from trak_lite.evaluation import linear_datamodeling_score
 from trak_lite.gradient_computers import FunctionalGradientComputer
 from trak_lite.methods import LESS, GaussNewton, GradCos, GradDot
@@ -197,7 +186,7 @@ def test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand(
     made.featurize(Rows(TRAIN, batch_size=16), [saved(count, amsgrad=amsgrad) for count in (2, 5)])
     scores = made.score(Rows(TARGETS, batch_size=2), name="test").numpy()
 
-    rows: dict[str, list[np.ndarray]] = {"train": [], "targets": [], "q": [], "w": []}
+    rows = {"train": [], "targets": [], "q": [], "w": []}
     norms = made.gradient_norms()  # of what nothing divided
     assert (norms.shape, norms.dtype) == ((2, N), np.float32)
     for model_id, count in enumerate((2, 5)):
@@ -215,9 +204,8 @@ def test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand(
     if normalize == ADAM_UPDATE:  # whose scores are cosines
         return
     segments = [(s.start, s.stop) for s in made.layout.segments]
-    products = reference.kernel_scores(
-        rows["train"], rows["q"], rows["w"], rows["targets"], segments=segments, damping=1.0
-    )
+    arrays = (rows[name] for name in ("train", "q", "w", "targets"))
+    products = reference.kernel_scores(*arrays, segments=segments, damping=1.0)
     np.testing.assert_allclose(scores, products, rtol=1e-4, atol=1e-5 * np.abs(products).max())
 
 
@@ -226,7 +214,6 @@ def test_q_and_w_keep_their_bits_and_keeping_norms_those_of_the_features(tmp_pat
     attributor(tmp_path / "plain.zarr", store_norms=True).featurize(TRAIN, saved())
     attributor(tmp_path / "a.zarr", normalize, store_norms=True).featurize(TRAIN, saved())
     attributor(tmp_path / "without.zarr", normalize).featurize(TRAIN, saved())
-
     plain, found, without = (columns(tmp_path / f"{name}.zarr") for name in ("plain", "a", "without"))
     for name in ("out_to_loss", "loss_curvature", "gradient_norm"):
         np.testing.assert_array_equal(found[name], plain[name])
@@ -243,7 +230,6 @@ def test_one_pass_over_the_data_is_enough(normalize):
         made = attributor(None, setting, mine, gradient_computer="hook", store_norms=True)
         made.featurize(Rows(TRAIN, batch_size=10))
         counts.append(len(calls))
-
     assert counts[0] == counts[1]
 
 
@@ -260,14 +246,12 @@ def test_an_interrupted_run_is_continued_by_what_opens_the_store(tmp_path, norma
     made = attributor(tmp_path / "a.zarr", normalize, store_norms=True)
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, fail_at), **ROWS), source)
-
     opened = (
         made if fail_at < 10 else Attributor.open(tmp_path / "a.zarr", Texts().double(), store_norms=True)
     )
     assert opened.normalization == normalize
     assert 0 < opened.featurize(Rows(TRAIN, **ROWS), source).rows_written < N + (fail_at < 10)
     assert opened.featurize(Rows(TRAIN, **ROWS), source).rows_written == 0
-
     found, complete = columns(tmp_path / "a.zarr"), columns(tmp_path / "whole.zarr")
     assert found.keys() == complete.keys() == {"features", "out_to_loss", "loss_curvature", "gradient_norm"}
     for name, column in complete.items():
@@ -283,18 +267,15 @@ def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, 35), **ROWS), checkpoints=both()[:1])
-    rewrite_settings(
-        tmp_path / "a.zarr", lambda settings: [settings.pop(name) for name in ("normalize", "store_norms")]
-    )
-
+    newer = ("normalize", "store_norms")
+    rewrite_settings(tmp_path / "a.zarr", lambda settings: [settings.pop(name) for name in newer])
     opened = Attributor.open(tmp_path / "a.zarr", Texts().double(), store_norms=True)
     summary = opened.featurize(Rows(TRAIN, **ROWS), checkpoints=both())
-
     assert opened.normalization == NONE
     assert summary.rows_found > 0
     assert "gradient_norm" not in columns(tmp_path / "a.zarr", "ckpt-0")
     np.testing.assert_array_equal(opened.score(TARGETS).numpy(), whole.score(TARGETS).numpy())
-    with pytest.raises(StateError, match=r"ckpt-0 has no gradient norms.*another path"):
+    with pytest.raises(errors.StateError, match=r"ckpt-0 has no gradient norms.*another path"):
         opened.gradient_norms()
     norms = columns(tmp_path / "a.zarr", "ckpt-1")["gradient_norm"]
     np.testing.assert_array_equal(norms, whole.gradient_norms()[1])
@@ -312,10 +293,9 @@ class ComputerThatNormalises(FunctionalGradientComputer):
 
 def test_normalising_twice_is_refused_and_once_in_the_computer_is_the_same(tmp_path):
     twice = attributor(tmp_path / "a.zarr", CLIP, gradient_computer=ComputerThatNormalises)
-    with pytest.raises(InvalidInputError, match=r"already normalises .*Leave out one of the two"):
+    with pytest.raises(errors.InvalidInputError, match=r"already normalises .*Leave out one of the two"):
         twice.featurize(TRAIN)
     assert not (tmp_path / "a.zarr").exists()
-
     attributor(tmp_path / "a.zarr", "unit").featurize(TRAIN)
     attributor(tmp_path / "b.zarr", gradient_computer=ComputerThatNormalises).featurize(TRAIN)
     found, once = (columns(tmp_path / f"{name}.zarr")["features"] for name in ("b", "a"))
@@ -333,10 +313,8 @@ def test_a_threshold_from_stored_norms_clips_the_share_that_was_asked_for(tmp_pa
         one.featurize(TRAIN, checkpoints=both())
     norms = Attributor.open(paths[0], Texts().double()).gradient_norms()
     np.testing.assert_array_equal(memory.gradient_norms(), norms)
-
     threshold = clipping_threshold(norms, quantile=0.75)
     attributor(paths[1], clip(threshold), projector="none").featurize(TRAIN, checkpoints=both())
-
     assert (norms > threshold).mean() == pytest.approx(0.25)
     for model_id, long in enumerate(norms > threshold):
         before, after = (columns(path, f"ckpt-{model_id}")["features"] for path in paths)
@@ -350,10 +328,10 @@ def test_norms_that_are_not_there_yet_are_asked_for(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, 35), name="d"))
     for error, said, one in (
-        (StateError, "featurize", attributor(None)),
-        (MissingStoreError, "nowhere", attributor(tmp_path / "nowhere.zarr")),
-        (StateError, "store_norms=False", without),
-        (StateError, r"ckpt-0 has 32 of 40 train rows", made),
+        (errors.StateError, "featurize", attributor(None)),
+        (errors.MissingStoreError, "nowhere", attributor(tmp_path / "nowhere.zarr")),
+        (errors.StateError, "store_norms=False", without),
+        (errors.StateError, r"ckpt-0 has 32 of 40 train rows", made),
     ):
         with pytest.raises(error, match=said):
             one.gradient_norms()
@@ -370,19 +348,15 @@ def first_output(call, batch):
     return call(batch[0])[:, 0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"store_norms": True}, r"gradient norm of rows \[3\] of the train data is NaN or beyond float32"),
-        ({"normalize": "unit"}, r"feature of rows \[3\] of the train data is NaN"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"store_norms": True}, r"gradient norm of rows \[3\] of the train data is NaN or beyond float32"),
+    ({"normalize": "unit"}, r"feature of rows \[3\] of the train data is NaN"),
+])  # fmt: skip
 def test_a_norm_beyond_float32_is_refused_before_anything_is_on_disk(tmp_path, changes, message):
     inputs = torch.ones(8, 4)
     inputs[3] = 1e25  # a gradient that float32 holds, with a squared norm that it does not
-    with pytest.raises(NonFiniteError, match=message):
+    with pytest.raises(errors.NonFiniteError, match=message):
         linear(tmp_path / "a.zarr", inputs, **changes)
-
     assert not (tmp_path / "a.zarr").exists()
 
 
@@ -391,7 +365,6 @@ def test_a_gradient_of_zero_is_a_row_of_zeros_with_norm_zero(tmp_path, normalize
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     inputs[2] = 0
     found = linear(tmp_path / "a.zarr", inputs, normalize=normalize, store_norms=True)
-
     np.testing.assert_allclose(found["gradient_norm"], inputs.norm(dim=1), rtol=1e-6)
     assert not found["features"][2].any()
     assert found["features"][[0, 1, 3]].any(axis=1).all()
@@ -401,18 +374,17 @@ def test_a_gradient_of_zero_is_a_row_of_zeros_with_norm_zero(tmp_path, normalize
 def test_a_store_refuses_other_moments_and_other_kinds(tmp_path, normalize):
     made, first = attributor(tmp_path / "a.zarr", normalize), saved()
     for source in (None, first["model"]):
-        with pytest.raises(CheckpointError, match="has no optimizer state"):
+        with pytest.raises(errors.CheckpointError, match="has no optimizer state"):
             made.featurize(TRAIN, source)
     assert not (tmp_path / "a.zarr").exists()
     made.featurize(TRAIN, first)
     assert made.featurize(TRAIN, first).rows_written == 0
-
     other = copy.deepcopy(first)
     other["optimizer"]["state"][0]["exp_avg_sq"][1] *= 1.5
-    with pytest.raises(ManifestMismatchError, match="optimizer"):
+    with pytest.raises(errors.ManifestMismatchError, match="optimizer"):
         made.featurize(TRAIN, other)
     for another in {"none", "unit", "adam", "adam_update"} - {normalize.kind}:
-        with pytest.raises(ManifestMismatchError, match="normalization"):
+        with pytest.raises(errors.ManifestMismatchError, match="normalization"):
             attributor(tmp_path / "a.zarr", another).featurize(TRAIN, first)
 
 
@@ -422,7 +394,6 @@ def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout):
     rates, cosines = (0.05, 0.02), np.zeros((N, M))
     made = attributor(None, ADAM_UPDATE, projector="none", layout=layout)
     made.featurize(TRAIN, both())
-
     for rate, count in zip(rates, (2, 5), strict=True):
         sides = (expected(ADAM_UPDATE, name, count) for name in ("train", "targets"))
         own, targets = (side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides)
@@ -434,7 +405,7 @@ def test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets(layout):
     assert made.method == LESS()  # without learning rates, the cosine of whole rows
     plain = made.score(TARGETS, method=GradCos(layout="joint")).numpy()
     np.testing.assert_allclose(made.score(TARGETS).numpy(), plain, atol=1e-6)
-    with pytest.raises(InvalidInputError, match="learning_rates has 1 numbers, but 2 checkpoints"):
+    with pytest.raises(errors.InvalidInputError, match="learning_rates has 1 numbers, but 2 checkpoints"):
         made.score(TARGETS, method=LESS(learning_rates=rates[:1]))
 
 
@@ -446,7 +417,6 @@ def test_the_fisher_information_is_that_of_scaled_gradients():
         made = attributor(None, kind, projector="none", grad_wrt="head.*", layout="joint", batch_size=512)
         made.featurize(TRAIN, saved())
         found.append(made.score(TARGETS, method=method).numpy().ravel())
-
     assert np.corrcoef(*found)[0, 1] > 0.99
 
 
@@ -461,16 +431,16 @@ def test_methods_and_dtypes_that_the_rows_do_not_fit_are_refused():
         *(("adam_update", method, "rows are Adam updates") for method in plain),
         *((kind, "EKFAC", f"normalize='{kind}', and EKFAC") for kind in kinds),
     ):
-        with pytest.raises(InvalidInputError, match=said):
+        with pytest.raises(errors.InvalidInputError, match=said):
             made[kind].score(TARGETS, method=method)
-    with pytest.raises(InvalidInputError, match="Self-influence"):
+    with pytest.raises(errors.InvalidInputError, match="Self-influence"):
         made["adam_update"].score(TARGETS).self_influence()
-    with pytest.raises(InvalidInputError, match="entry by entry"):
+    with pytest.raises(errors.InvalidInputError, match="entry by entry"):
         Normalization("adam", scope="module")
     content = saved(eps=0.0)
     for state in content["optimizer"]["state"].values():
         state["exp_avg_sq"] *= 1e-24
-    with pytest.raises(PrecisionError):
+    with pytest.raises(errors.PrecisionError):
         attributor(None, "adam", projector="none", dtype="float16").featurize(TRAIN, content)
 
 
@@ -489,7 +459,6 @@ def test_verify_compares_less_with_plain_products_of_updates_and_gradients():
         return net
 
     verdict = verify(scores, train_fn, TARGETS, budget=5)
-
     masks = np.stack([np.isin(np.arange(N), subset) for subset in subsets])
     found = scores.predictions
     np.testing.assert_allclose(found.summed, masks @ scores.numpy().astype(np.float64), rtol=1e-5)

@@ -1,7 +1,5 @@
 """Checkpoints of PEFT: each active adapter gets its own weights, and they mean what they meant when they were saved."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -54,85 +52,67 @@ def attributor_of(path, model):
 def check_rows(path, model, checkpoints, saved):
     attributor_of(path, model).featurize(ROWS, checkpoints)
     expected = gradients(saved)
-    torch.testing.assert_close(
-        torch.from_numpy(hub.stored_rows(path / "a.zarr")), expected, rtol=1e-6, atol=1e-7
-    )
+    found = torch.from_numpy(hub.stored_rows(path / "a.zarr"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("names", "active", "kept"),
-    [
-        (("default", "b"), ["b"], None),
-        (("default", "b"), ["default"], None),
-        (("default", "b"), ["default", "b"], None),
-        (("default", "b"), ["b"], ["b"]),
-        (("b", "c"), ["c"], None),
-        (("b", "c"), ["b", "c"], None),
-    ],
-)
+@pytest.mark.parametrize(("names", "active", "kept"), [
+    (("default", "b"), ["b"], None),
+    (("default", "b"), ["default"], None),
+    (("default", "b"), ["default", "b"], None),
+    (("default", "b"), ["b"], ["b"]),
+    (("b", "c"), ["c"], None),
+    (("b", "c"), ["b", "c"], None),
+])  # fmt: skip
 def test_active_adapters_get_their_own_weights_from_a_folder(tmp_path, names, active, kept):
     """New targets are scored with them, too: the store names the file, which may be missing beside the folders."""
     saved, model = (adapted(*names, active=active, scale=scale) for scale in (1.0, 2.0))
     saved.save_pretrained(tmp_path / "run" / "checkpoint-1", selected_adapters=kept)
-
     check_rows(tmp_path, model, tmp_path / "run", saved)
-
     again = attributor_of(tmp_path / "again", saved)
     again.featurize(ROWS)
-    np.testing.assert_array_equal(
-        attributor_of(tmp_path, model).score(ROWS).numpy(), again.score(ROWS).numpy()
-    )
+    scores = attributor_of(tmp_path, model).score(ROWS)
+    np.testing.assert_array_equal(scores.numpy(), again.score(ROWS).numpy())
 
 
 def test_an_adapter_of_another_name_is_taken_for_the_only_one(tmp_path):
     saved = adapted("b")
     saved.save_pretrained(tmp_path / "run" / "checkpoint-1")
-
     check_rows(tmp_path, adapted("default", scale=2.0), tmp_path / "run", saved)
 
 
-@pytest.mark.parametrize(
-    ("active", "moved", "folder"),
-    [
-        (["b"], "b", ""),
-        (["default", "b"], "b", ""),
-        (["default"], "adapter_model.safetensors", ""),
-        (["default"], "", "b"),
-    ],
-)
+@pytest.mark.parametrize(("active", "moved", "folder"), [
+    (["b"], "b", ""),
+    (["default", "b"], "b", ""),
+    (["default"], "adapter_model.safetensors", ""),
+    (["default"], "", "b"),
+])  # fmt: skip
 def test_an_adapter_that_was_not_saved_is_refused(tmp_path, active, moved, folder):
     model = adapted("default", "b", active=active)
     model.save_pretrained(tmp_path / "checkpoint-1")
     if moved:
         shutil.move(tmp_path / "checkpoint-1" / moved, tmp_path / "elsewhere")
-
-    with pytest.raises(
-        CheckpointError, match=r"has the adapters \['default', 'b'\], and .* active. Found \['/"
-    ):
+    said = r"has the adapters \['default', 'b'\], and .* active. Found \['/"
+    with pytest.raises(CheckpointError, match=said):
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "checkpoint-1" / folder)
 
 
-@pytest.mark.parametrize(
-    ("here", "match"),
-    [
-        ({"lora_alpha": 16}, "lora_alpha is 4 there, 16 here"),
-        ({"use_rslora": True}, "use_rslora is False there, True here"),
-        ({"alpha_pattern": {"2": 9}}, r"alpha_pattern is \{\} there, \{'2': 9\} here"),
-        ({"target_modules": "[02]"}, None),
-        ({"lora_dropout": 0.5, "bias": "none", "revision": "main"}, None),
-    ],
-)
+@pytest.mark.parametrize(("here", "match"), [
+    ({"lora_alpha": 16}, "lora_alpha is 4 there, 16 here"),
+    ({"use_rslora": True}, "use_rslora is False there, True here"),
+    ({"alpha_pattern": {"2": 9}}, r"alpha_pattern is \{\} there, \{'2': 9\} here"),
+    ({"target_modules": "[02]"}, None),
+    ({"lora_dropout": 0.5, "bias": "none", "revision": "main"}, None),
+])  # fmt: skip
 def test_settings_that_change_what_an_adapter_computes_are_those_of_its_file(tmp_path, here, match):
     saved = adapted("default")
     saved.save_pretrained(tmp_path / "a")
     model = adapted("default", scale=2.0, **here)
-
     if match is None:
         check_rows(tmp_path, model, tmp_path / "a", saved)
         return
-    with pytest.raises(
-        CheckpointError, match=f"adapter_config.json has other settings .* 'default' .*: {match}"
-    ):
+    said = f"adapter_config.json has other settings .* 'default' .*: {match}"
+    with pytest.raises(CheckpointError, match=said):
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "a")
 
 
@@ -141,7 +121,6 @@ def test_settings_that_an_old_version_did_not_save_are_not_compared(tmp_path):
     saved.save_pretrained(tmp_path / "a")
     config = tmp_path / "a" / "adapter_config.json"
     config.write_text(json.dumps({"peft_type": "LORA", "alpha_pattern": None, "lora_alpha": 4.0}))
-
     check_rows(tmp_path, adapted("default", scale=2.0, use_rslora=True), tmp_path / "a", saved)
     config.write_text("[1]")
     with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
@@ -151,7 +130,6 @@ def test_settings_that_an_old_version_did_not_save_are_not_compared(tmp_path):
 def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(tmp_path):
     saved = adapted("default")
     state = copy.deepcopy(peft.get_peft_model_state_dict(saved))
-
     check_rows(tmp_path, adapted("default", scale=2.0), [state], saved)
     with pytest.raises(CheckpointError, match=r"without its name, .* adapters \['default', 'b'\]"):
         attributor_of(tmp_path, adapted("default", "b")).featurize(ROWS, [state])

@@ -1,30 +1,17 @@
 """Published denoisers and the noise schedule of diffusers, against a plain loop over its own ``add_noise``."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from modelout_cases import check_gradients
-from torch import Tensor
 
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import DiffusionModelOutput
 
 WHY = "diffusion models are tested where their package is installed: pip install diffusers"
 diffusers = pytest.importorskip("diffusers", reason=WHY)
-
 SIZE, NUM_CLASSES, TEXT_WIDTH, DRAWS = 8, 10, 24, 2
 TIMESTEPS = torch.tensor([[10, 500], [20, 700], [999, 0]])
-
-
-SMALL: dict[str, Any] = {
-    "sample_size": SIZE,
-    "layers_per_block": 1,
-    "block_out_channels": (16, 32),
-    "norm_num_groups": 8,
-}
+SMALL = {"sample_size": SIZE, "layers_per_block": 1, "block_out_channels": (16, 32), "norm_num_groups": 8}
 
 
 def unet():
@@ -40,17 +27,14 @@ def unet_with_text():
 
 def transformer():
     more = {"in_channels": 3, "out_channels": 3, "num_layers": 2, "num_embeds_ada_norm": NUM_CLASSES}
-    return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, sample_size=SIZE, **more
-    )
+    more |= {"num_attention_heads": 2, "attention_head_dim": 16, "sample_size": SIZE}
+    return diffusers.DiTTransformer2DModel(**more)
 
 
 CONDITIONS = {
-    "encoder_hidden_states": torch.randn(
-        3, 5, TEXT_WIDTH, generator=torch.Generator().manual_seed(2)
-    ).double(),
+    "encoder_hidden_states": torch.randn(3, 5, TEXT_WIDTH, generator=torch.Generator().manual_seed(2)).double(),
     "class_labels": torch.tensor([3, 0, 9]),
-}
+}  # fmt: skip
 MODELS = [(unet, ""), (unet_with_text, "encoder_hidden_states"), (transformer, "class_labels")]
 
 
@@ -64,12 +48,10 @@ def test_gradients_are_those_of_the_squared_error_under_the_noise_of_the_schedul
     more = {condition: CONDITIONS[condition]} if condition else {}
     clean = torch.randn(3, 3, SIZE, SIZE, dtype=torch.float64)
     batch = {"sample": clean, "seed": torch.arange(3), "timestep": TIMESTEPS, **more}
-
-    seen: list[Tensor] = []
+    seen = []
     watch = model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
     output = task.evaluate(model, batch).output
     watch.remove()
-
     expected = torch.zeros(3, dtype=torch.float64)
     for steps, noisy in zip(TIMESTEPS.T, seen, strict=True):
         level = levels[steps].view(-1, 1, 1, 1)
@@ -81,5 +63,4 @@ def test_gradients_are_those_of_the_squared_error_under_the_noise_of_the_schedul
         assert abs(float(noise.std()) - 1) < 0.15
         expected = expected - 0.5 * (model(noisy, steps, **more).sample - noise).square().sum((1, 2, 3))
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=0)
-
     check_gradients(HookGradientComputer(model, task), batch, expected, rtol=1e-8, atol=1e-9)

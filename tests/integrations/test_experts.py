@@ -1,9 +1,5 @@
 """Mixtures of experts of transformers: experts that every token and every row reaches, against a plain loop."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import hub_models as hub
 import numpy as np
 import pytest
@@ -20,19 +16,11 @@ ROWS = ([5, 9, 7], [11, 4, 23, 8, 9, 30], [17, 3, 22], [38, 21, 6, 5])
 SIZES = {**hub.SIZES, "num_key_value_heads": 1, "num_experts_per_tok": 2}
 QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
 DEEPSEEK = {
-    "n_routed_experts": EXPERTS,
-    "moe_intermediate_size": 12,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "n_routed_experts": EXPERTS, "moe_intermediate_size": 12, "first_k_dense_replace": 1,
+    "num_key_value_heads": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+CONFIGS = {
     "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
     "qwen2_moe": ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 12}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, "head_dim": 8}),
@@ -66,16 +54,15 @@ def plain_gradients(model, row):
 
 def plain_routing(model, row):
     """Experts of each token of one row, as the blocks around the experts give them: by name of the experts' module."""
-    found: dict[str, list[list[int]]] = {}
+    found = {}
     for name, module in model.named_modules():
         if not name.endswith(".experts"):
             continue
         inner = module.forward
 
         def watched(*args, name=name, inner=inner, **kwargs):
-            (chosen,) = [
-                v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dtype == torch.int64
-            ]
+            tensors = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
+            (chosen,) = (v for v in tensors if v.dtype == torch.int64)
             found[name] = [sorted(token) for token in chosen.tolist()]
             return inner(*args, **kwargs)
 
@@ -94,7 +81,7 @@ def plain_routing(model, row):
 def test_the_report_is_what_a_plain_loop_finds(name, experts):
     model = mixture(name, experts)
     computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
-    gradients: dict[str, Tensor] = {}
+    gradients = {}
     computer.stream_gradients(batch_of(), lambda block: gradients.update({block.name: block.dense()}))
 
     reach = gradient_reach(computer, batch_of())
@@ -111,9 +98,8 @@ def test_the_report_is_what_a_plain_loop_finds(name, experts):
             assert line.experts.tolist() == [(grad != 0).flatten(1).any(1).tolist() for grad in expected]
         for row, grad in enumerate(expected):
             ours = gradients[line.name][row] if line.name in gradients else torch.zeros(grad.numel()).double()
-            torch.testing.assert_close(
-                ours, grad.flatten(), rtol=1e-5, atol=1e-6 * float(grad.abs().max() + 1)
-            )
+            atol = 1e-6 * float(grad.abs().max() + 1)
+            torch.testing.assert_close(ours, grad.flatten(), rtol=1e-5, atol=atol)
     assert reach.num_zero == sum(line.num_zero for line in reach)
     assert any(not line.experts.all() for line in fused)  # some experts are reached by no token of some row
 
@@ -131,15 +117,10 @@ def test_the_report_is_what_a_plain_loop_finds(name, experts):
 def test_a_task_that_calls_the_model_twice_has_the_tokens_of_both_calls():
     model = mixture("olmoe")
     chosen, rejected = batch_of(), batch_of([row[::-1] for row in ROWS])
-    batch = {
-        **{f"chosen_{name}": column for name, column in chosen.items()},
-        **{f"rejected_{name}": column for name, column in rejected.items()},
-        "ref_chosen_logps": torch.zeros(len(ROWS)),
-        "ref_rejected_logps": torch.zeros(len(ROWS)),
-    }
-
+    sides = {"chosen": chosen, "rejected": rejected}
+    batch = {f"{side}_{name}": column for side, part in sides.items() for name, column in part.items()}
+    batch |= {f"ref_{side}_logps": torch.zeros(len(ROWS)) for side in sides}
     reach = gradient_reach(HookGradientComputer(model, DPOModelOutput()), batch)
-
     longest = max(map(len, ROWS))
     for row, ids in enumerate(ROWS):
         for start, tokens in ((0, ids), (longest, ids[::-1])):
@@ -154,9 +135,7 @@ def test_the_table_counts_rows_and_experts():
     computer = IterativeGradientComputer(
         model, resolve_task("causal_language_modeling"), grad_wrt=["model.layers.0.mlp.*", "lm_head.weight"]
     )
-
     reach = gradient_reach(computer, batch_of())
-
     lines = {line.split()[0]: line.split("4 of 4")[1].split() for line in str(reach).splitlines()[1:]}
     name = "model.layers.0.mlp.experts.down_proj"
     assert lines[name] == [str(count) for count in reach[name].experts.sum(0)]
@@ -192,7 +171,6 @@ class Experts(nn.Module):
 def test_tokens_in_another_order_and_empty_batches_are_refused():
     torch.manual_seed(0)
     computer = IterativeGradientComputer(TokensFirst(), resolve_task(lambda call, batch: call(batch[0])))
-
     with pytest.raises(UnsupportedModelError, match="The order of the tokens in the model is unknown"):
         gradient_reach(computer, (torch.tensor([[0, 3, 2], [1, 4, 7]]),))
     with pytest.raises(InvalidInputError, match="batch is empty"):

@@ -1,7 +1,5 @@
 """Hugging Face: rows of a trainer against a plain loop, and training that does not notice it is watched."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache, partial, wraps
 
@@ -47,10 +45,8 @@ def test_rows_of_a_trainer_are_the_gradients_of_each_row_alone(name, dtype, tmp_
     """Padding, masked labels, columns that the model does not take and batches of the trainer's size change nothing."""
     model = hub.made(MODELS[name]).to(dtype)
     trainer = hub.trainer_of(model, tmp_path)
-
     attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
     attributor.featurize(trainer.train_dataset)
-
     exact = 1e-7 if dtype is torch.float64 else 1e-5
     check_rows(tmp_path / "a.zarr", model, trainer.train_dataset, exact)
     assert list(attributor.parameters) == [n for n, p in model.named_parameters() if p.requires_grad]
@@ -65,11 +61,9 @@ def test_traker_goes_on_after_a_pass_in_which_parameters_are_set_to_themselves(t
 
     def scores(size):
         settings = {
-            "save_dir": tmp_path / str(size),
-            "proj_dim": 16,
-            "lambda_reg": 1.0,
+            "save_dir": tmp_path / str(size), "proj_dim": 16, "lambda_reg": 1.0,
             "gradient_computer": HookGradientComputer,
-        }
+        }  # fmt: skip
         traker = TRAKer(model, "causal_language_modeling", train_set_size=4, **settings)
         traker.load_checkpoint(model.state_dict(), 0)
         for some in ids.split(size):
@@ -93,10 +87,8 @@ def test_an_adapter_that_was_loaded_for_inference_is_attributed_like_the_trained
     assert not any(p.requires_grad for p in frozen.parameters())
     rows = hub.texts(trained_one).remove_columns("text")
     collate = transformers.DataCollatorForSeq2Seq(hub.tokenizer())
-
     attributor = Attributor(frozen, "causal_language_modeling", tmp_path / "a.zarr", collate=collate, **EXACT)
     attributor.featurize(rows)
-
     assert list(attributor.parameters) == [n for n, p in trained_one.named_parameters() if p.requires_grad]
     check_rows(tmp_path / "a.zarr", trained_one, rows)
     assert not any(p.requires_grad for p in frozen.parameters())
@@ -119,7 +111,6 @@ def test_the_task_is_that_of_the_models_class_and_others_need_one(tmp_path):
     model = transformers.BertForTokenClassification(hub.bert().config)
     rows = hub.texts(hub.gpt2()).map(lambda row: {"labels": [max(label, 0) % 3 for label in row["labels"]]})
     trainer = hub.trainer_of(model, tmp_path, rows=rows)
-
     with pytest.raises(InvalidInputError, match="task of the class BertForTokenClassification is unknown"):
         huggingface.attributor_from_trainer(trainer, None)
 
@@ -139,15 +130,12 @@ def test_left_padding_is_exact_where_it_changes_nothing(name, settings, tmp_path
     """Alone in its batch a row is not padded, and rotary positions are relative."""
     model = hub.made(MODELS[name]).double()
     trainer = hub.trainer_of(model, tmp_path, collator=left())
-
     attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT, **settings)
     attributor.featurize(trainer.train_dataset)
-
     check_rows(tmp_path / "a.zarr", model, trainer.train_dataset, 1e-7)
 
 
 def blinking():
-    """Replaces tokens by chance, as masking does."""
     pad = transformers.DataCollatorForSeq2Seq(hub.tokenizer())
 
     def collate(features, return_tensors=None):
@@ -158,29 +146,20 @@ def blinking():
     return collate
 
 
-@pytest.mark.parametrize(
-    ("build", "collator", "attributes", "message"),
-    [
-        (hub.gpt2, left, {}, r"Row 5 .* in a batch with rows \[5, 4\].*padding_side = 'right'"),
-        (hub.gpt2, blinking, {}, r"Loading and collating rows \[5, 4\] .* twice gave"),
-        (
-            hub.llama,
-            lambda: transformers.DataCollatorWithFlattening(),
-            {},
-            r"Collating 2 samples .* gave a batch of 1",
-        ),
-        (hub.gpt2, lambda: None, {"is_fsdp_enabled": True}, "shards its model"),
-        (hub.gpt2, lambda: None, {"is_deepspeed_enabled": True}, "shards its model"),
-        (hub.gpt2, lambda: None, {"train_dataset": None}, "train dataset is a NoneType"),
-    ],
-)
+@pytest.mark.parametrize(("build", "collator", "attributes", "message"), [
+    (hub.gpt2, left, {}, r"Row 5 .* in a batch with rows \[5, 4\].*padding_side = 'right'"),
+    (hub.gpt2, blinking, {}, r"Loading and collating rows \[5, 4\] .* twice gave"),
+    (hub.llama, lambda: transformers.DataCollatorWithFlattening(), {}, r"Collating 2 samples .* gave a batch of 1"),
+    (hub.gpt2, lambda: None, {"is_fsdp_enabled": True}, "shards its model"),
+    (hub.gpt2, lambda: None, {"is_deepspeed_enabled": True}, "shards its model"),
+    (hub.gpt2, lambda: None, {"train_dataset": None}, "train dataset is a NoneType"),
+])  # fmt: skip
 def test_trainers_whose_rows_are_no_function_of_the_row_alone_are_refused(
     build, collator, attributes, message, tmp_path
 ):
     trainer = hub.trainer_of(hub.made(build), tmp_path, collator=collator())
     for name, value in attributes.items():
         setattr(trainer, name, value)
-
     with pytest.raises(InvalidInputError, match=message):
         huggingface.attributor_from_trainer(trainer, None)
     with pytest.raises(InvalidInputError, match=r"is a Linear\. Expected a transformers\.Trainer"):
@@ -193,7 +172,6 @@ def test_a_trainer_with_another_loss_than_its_models_needs_a_task(where, tmp_pat
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path, **settings)
     if where != "label_smoothing_factor":
         setattr(trainer, where, lambda *args, **kwargs: torch.zeros((), requires_grad=True))
-
     with pytest.raises(InvalidInputError, match=f"has a {where} of its own"):
         huggingface.attributor_from_trainer(trainer, None, **EXACT)
     huggingface.attributor_from_trainer(trainer, None, "causal_language_modeling", **EXACT)
@@ -201,7 +179,7 @@ def test_a_trainer_with_another_loss_than_its_models_needs_a_task(where, tmp_pat
 
 def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
-    sizes: list[int] = []
+    sizes = []
     padding = trainer.data_collator
 
     def counted(samples):
@@ -252,7 +230,6 @@ def watched(tmp_path_factory):
 def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path, watched):
     trainer, _, _, states = watched("gpt2")
     alone, _ = trained("gpt2", tmp_path, watched=False)
-
     assert random_states() == states
     modes = [[module.training for module in one.model.modules()] for one in (trainer, alone)]
     assert modes[0] == modes[1]
@@ -265,10 +242,8 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, 
     """Rows are those of the saved weights; later calls, new targets and new sessions find the weights on the disk."""
     trainer, attributor, folder, _ = watched(name)
     rows = trainer.train_dataset
-
     again = attributor.featurize(rows, folder / "out")
     scores = np.asarray(attributor.score(rows, name="itself", method="GradDot"))
-
     assert again.checkpoints == ("checkpoint-3", "checkpoint-6")
     assert (again.rows_written, again.rows_found) == (0, 2 * len(hub.LENGTHS))
     for number, step in enumerate((3, 6)):
@@ -287,7 +262,6 @@ def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(ord
     if attributor is None:
         attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
         attributor.featurize(trainer.train_dataset, tmp_path / "out" / "checkpoint-3")
-
     assert "_original_forward" in vars(trainer.model)
     model = reloaded("gpt2", tmp_path / "out" / "checkpoint-3")
     check_rows(tmp_path / "a.zarr", model, hub.texts(model))
@@ -298,16 +272,13 @@ def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path):
     model, fused = trainer.model, partial(transformers.GPT2LMHeadModel.forward, trainer.model)
     vars(model)["_original_forward"] = fused
     model.forward = wraps(model.forward)(lambda **inputs: pytest.fail("the 16 bit forward ran"))
-
     attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT)
-
     assert vars(attributor.model)["forward"] is fused
 
 
 def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path, max_steps=1)
     other = Attributor(hub.made(hub.gpt2, seed=1), "causal_language_modeling", None)
-
     with pytest.raises(InvalidInputError, match="the train data is an IterableDataset"):
         huggingface.FeaturizeCallback(other, trainer.train_dataset.to_iterable_dataset())
     trainer.add_callback(huggingface.FeaturizeCallback(other, trainer.train_dataset))
@@ -326,16 +297,13 @@ def test_a_resumed_training_may_save_a_step_again_and_a_new_one_may_not(tmp_path
         return attributor
 
     trained_again(None, 4)
-    with pytest.warns(
-        UserWarning, match=r"other weights of .*checkpoint-4.* already \(ckpt-1, featurized as"
-    ):
+    said = r"other weights of .*checkpoint-4.* already \(ckpt-1, featurized as"
+    with pytest.warns(UserWarning, match=said):
         attributor = trained_again(str(tmp_path / "out" / "checkpoint-2"), 6)
-
     rows = hub.texts(attributor.model)
     for number, step in ((0, 2), (2, 4), (3, 6)):
-        check_rows(
-            tmp_path / "a.zarr", reloaded("gpt2", tmp_path / "out" / f"checkpoint-{step}"), rows, 1e-5, number
-        )
+        saved = reloaded("gpt2", tmp_path / "out" / f"checkpoint-{step}")
+        check_rows(tmp_path / "a.zarr", saved, rows, 1e-5, number)
     with pytest.raises(ManifestMismatchError, match=r"other weights of .*checkpoint-2"):
         trained_again(None, 6)
 
@@ -355,13 +323,11 @@ def test_rows_are_scaled_by_the_moments_in_the_folder_that_the_trainer_saved(nam
     folder = tmp_path / "out" / "checkpoint-3"
     summary = attributor.featurize(trainer.train_dataset, folder)
     assert summary.rows_found == (len(trainer.train_dataset) if watched else 0)
-
     optimizer = trainer.optimizer.optimizer  # of accelerate's wrapper; its states have no names
     assert len(optimizer.param_groups) == 2
     scales = [adam_scale(optimizer.state[p]) for p in model.parameters() if p.requires_grad]
     expected = hub.expected_rows(model, trainer.train_dataset) * torch.cat(scales).numpy()
     assert hub.relative_error(hub.stored_rows(tmp_path / "a.zarr"), expected) < 1e-4
-
     (folder / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"has no optimizer state.*checkpoint-3.optimizer\.pt"):
         attributor.featurize(trainer.train_dataset, folder)
@@ -402,9 +368,7 @@ def test_gradient_checkpointing_changes_no_row(tmp_path):
     """With an adapter it also puts a hook on the embeddings, which stays."""
     trainer, attributor = trained("lora-llama", tmp_path, activation_checkpointing=True)
     hooks = {id(module): dict(module._forward_hooks) for module in trainer.model.modules()}
-
     attributor.score(trainer.train_dataset, method="GradDot")
-
     assert {id(module): dict(module._forward_hooks) for module in trainer.model.modules()} == hooks
     assert any(hooks.values())
     model = reloaded("lora-llama", tmp_path / "out" / "checkpoint-6")

@@ -1,7 +1,5 @@
 """Lightning: rows of every saved checkpoint against a plain loop, and training that does not notice it is watched."""
 
-from __future__ import annotations
-
 import copy
 import random
 from functools import partial
@@ -19,19 +17,17 @@ from watching import EXACT, Restless, random_states, stored_rows
 from trak_lite import Attributor
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="tested where Lightning is installed: pip install trak-lite[lightning]"
-)
+WHY = "tested where Lightning is installed: pip install trak-lite[lightning]"
+pl = pytest.importorskip("lightning.pytorch", reason=WHY)
 from trak_lite.integrations import lightning  # noqa: E402 - imports Lightning
 
 zarr = Late("zarr")
-
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-]
+IGNORED = (
+    "The '.*_dataloader' does not have many workers", "GPU available but not used",
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+)  # fmt: skip
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{said}") for said in IGNORED]
 
 
 class Digits(pl.LightningModule):
@@ -64,16 +60,12 @@ def built():
 
 
 def fit(module, folder, *callbacks, rows=ROWS, epochs=2, start=None, saves=True):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"max_epochs": epochs, "accelerator": "cpu", "log_every_n_steps": 1, **quiet}
+    saving = saves and bool(callbacks)
+    callbacks = list(callbacks)
     trainer = pl.Trainer(
-        default_root_dir=folder,
-        max_epochs=epochs,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=saves and bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
+        default_root_dir=folder, callbacks=callbacks, enable_checkpointing=saving, **settings
     )
     loaders = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
     trainer.fit(module, *loaders, ckpt_path=start, weights_only=False)
@@ -110,19 +102,16 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
     module = built()
     attributed = module.model if inside else module
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **EXACT)
-
     saver = keeping_all(tmp_path, **settings)
     fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=3)
     scores = attributor.score(ROWS, name="itself", method="GradDot")
-
     files = in_order(tmp_path)
     assert len(files) == 3
     assert scores.shape == (12, 12)
     for number, file in enumerate(files):
         state = torch.load(file, weights_only=True)["state_dict"]
-        np.testing.assert_allclose(
-            stored_rows(tmp_path / "a.zarr", number), expected_rows(state), rtol=1e-5, atol=1e-6
-        )
+        found = stored_rows(tmp_path / "a.zarr", number)
+        np.testing.assert_allclose(found, expected_rows(state), rtol=1e-5, atol=1e-6)
     assert "ckpt-3" not in zarr.open(tmp_path / "a.zarr", mode="r")
 
 
@@ -137,7 +126,6 @@ def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path):
         fit(module, folder, keeping_all(folder, every_n_train_steps=2), *more, epochs=3)
         modes = [part.training for part in module.modules()]
         found.append((random_states(), modes, [p.tolist() for p in module.parameters()]))
-
     assert found[0] == found[1]
 
 
@@ -147,16 +135,14 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
         module = built()
         attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
         saver = ModelCheckpoint(tmp_path, filename="best", save_top_k=1, enable_version_counter=False)
-        fit(
-            module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), epochs=epochs, start=start
-        )
+        callback = lightning.FeaturizeCallback(attributor, ROWS)
+        fit(module, tmp_path, saver, callback, epochs=epochs, start=start)
 
     file, again = tmp_path / "best.ckpt", r"other weights of .*best\.ckpt already \(ckpt-0,"
     with pytest.warns(UserWarning, match=again):
         trained_again(None, 2)
     with pytest.warns(UserWarning, match=again):
         trained_again(file, 3)
-
     rows = expected_rows(torch.load(file, weights_only=True)["state_dict"])
     np.testing.assert_allclose(stored_rows(tmp_path / "a.zarr", 2), rows, rtol=1e-5, atol=1e-6)
     file.unlink()
@@ -167,7 +153,6 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
 def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path):
     file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
     torch.save({"state_dict": state, "hyper_parameters": {"setting": Digits}}, file)
-
     with pytest.raises(CheckpointError, match="without running code from them"):
         lightning.ckpt_weights(file, prefix="model.")
     found = lightning.ckpt_weights(file, prefix="model.", weights_only=False)
@@ -190,11 +175,9 @@ def elsewhere(module, saver):
 NEVER = {
     "parameters of the attributor's Digits": lambda module, saver: of(built()),
     "a model without the Sequential of the attributor": lambda module, saver: of(nn.Sequential(module.model)),
-    "runs on cuda, but the model is trained on cpu": lambda module, saver: of(
-        module, device=torch.device("cuda")
-    ),
+    "runs on cuda, but the model is trained on cpu": lambda module, saver: of(module, device=torch.device("cuda")),
     r"saves checkpoints to s3://bucket/last\.ckpt, which is not a local path": elsewhere,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", NEVER)
@@ -220,18 +203,15 @@ def test_rows_are_scaled_by_the_moments_in_the_file(tmp_path, inside):
     attributed = module.model if inside else module
     settings = {**EXACT, "method": "GradDot", "normalize": "adam"}
     attributor = Attributor(attributed, "image_classification", tmp_path / "a.zarr", **settings)
-
     fit(module, tmp_path, keeping_all(tmp_path), lightning.FeaturizeCallback(attributor, ROWS))
-
     files = in_order(tmp_path)
     for number, file in enumerate(files):
         content = torch.load(file, weights_only=True)
         states = sorted(content["optimizer_states"][0]["state"].items())
         scale = torch.cat([adam_scale(entry) for _, entry in states])
         expected = expected_rows(content["state_dict"]) * scale.numpy()
-        np.testing.assert_allclose(
-            stored_rows(tmp_path / "a.zarr", number), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
-        )
+        found, atol = stored_rows(tmp_path / "a.zarr", number), 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=atol)
     loader = {"checkpoint_loader": partial(lightning.ckpt_weights, prefix="model.")} if inside else {}
     assert attributor.featurize(ROWS, files, **loader).rows_written == 0
 
@@ -256,13 +236,11 @@ def test_rows_are_captured_in_the_training_of_a_module(tmp_path):
     for each in (plain, module):
         each.__class__, each.seen = Capturing, []
     attributor = Attributor(module, "image_classification", tmp_path / "a.zarr", **EXACT)
-
     torch.manual_seed(1)
     fit(plain, tmp_path, rows=numbered, epochs=1)
     torch.manual_seed(1)
     with attributor.capture(ROWS, "epoch-0") as module.capture:
         fit(module, tmp_path, rows=numbered, epochs=1)
-
     assert all(map(torch.equal, module.parameters(), plain.parameters()))
     found = stored_rows(tmp_path / "a.zarr", 0)
     assert len(module.seen) == 3

@@ -1,16 +1,11 @@
 """Packed rows for models of transformers: documents against loops over texts alone, and against the packed loss."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import hub_models as hub
 import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, gradients_of, transformers
 from late import Late
-from torch import Tensor
 
 from trak_lite import Documents, pad_documents
 from trak_lite.errors import InvalidInputError
@@ -20,18 +15,18 @@ from trak_lite.modelout_functions import require_separate_documents, resolve_tas
 huggingface = Late("trak_lite.integrations.huggingface")
 
 
-def made(build: Any, attention: str = "sdpa") -> Any:
+def made(build, attention="sdpa"):
     model = hub.spread(build)
     model.set_attn_implementation(attention)
     return model
 
 
-def texts(lengths: tuple[int, ...] = (4, 3, 6, 4, 6)) -> list[list[int]]:
+def texts(lengths=(4, 3, 6, 4, 6)):
     generator = np.random.default_rng(0)
     return [generator.integers(3, hub.VOCABULARY, n).tolist() for n in lengths]
 
 
-def packed_rows(first: int = 0) -> list[dict[str, Tensor]]:
+def packed_rows(first=0):
     """The texts in two packed rows with padding; the first begins at a position."""
     found = []
     for row in (texts()[:3], texts()[3:]):
@@ -45,16 +40,15 @@ def packed_rows(first: int = 0) -> list[dict[str, Tensor]]:
     return found
 
 
-def output_alone(model: Any, ids: list[int], labels: list[int], first: int = 0) -> Tensor:
+def output_alone(model, ids, labels, first=0):
     """f of a text that was never packed, in a plain loop."""
     logits = model(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None] + first).logits[0]
-    terms = [
-        row.log_softmax(-1)[label] for row, label in zip(logits, labels[1:], strict=False) if label != IGNORED
-    ]
+    pairs = zip(logits, labels[1:], strict=False)
+    terms = [row.log_softmax(-1)[label] for row, label in pairs if label != IGNORED]
     return torch.stack(terms).sum()
 
 
-def output_within(model: Any, row: dict[str, Tensor], start: int, stop: int) -> Tensor:
+def output_within(model, row, start, stop):
     """f of the labels from start to stop alone, through the packed row, as transformers shifts them."""
     inputs = {name: values[None] for name, values in row.items() if name != "labels"}
     log_probs = model(**inputs, use_cache=False).logits[0].log_softmax(-1)
@@ -62,13 +56,13 @@ def output_within(model: Any, row: dict[str, Tensor], start: int, stop: int) -> 
     return torch.stack([log_probs[t - 1, row["labels"][t]] for t in places]).sum()
 
 
-def flat(value: Tensor, model: Any) -> Tensor:
+def flat(value, model):
     return torch.cat(list(gradients_of(value, model).values()))
 
 
-def rows_of(model: Any, documents: Documents) -> Tensor:
+def rows_of(model, documents):
     """Gradients of f of all documents in one padded batch, in the model's dtype, ``(N, P)``."""
-    found: dict[str, Tensor] = {}
+    found = {}
     computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
     batch = pad_documents([documents[i] for i in range(len(documents))])
     computer.stream_gradients(batch, lambda block: found.update({block.name: block.dense()}))
@@ -86,9 +80,7 @@ def test_a_document_has_the_gradient_of_its_text_alone_and_of_its_loss_in_the_pa
     close = PRECISE if build is hub.gpt2 else ROUNDED
     documents = Documents(rows)
     require_separate_documents(model, documents)
-
     found = rows_of(model, documents)
-
     assert len(documents) == len(texts()) == len(found)
     for i, ids in enumerate(texts()):
         start, stop, row = (int(of[i]) for of in (documents.start, documents.stop, documents.row))
@@ -106,9 +98,7 @@ def test_a_loss_on_first_tokens_has_a_term_per_border_that_no_document_has():
     batch = {name: values[None] for name, values in row.items()}
     answer = model(**batch, use_cache=False)
     found = sum(output_alone(model, ids, ids) for ids in texts()[3:])
-
     documents = Documents([row])
-
     border = int(documents.start[1])
     term = answer.logits[0, border - 1].log_softmax(-1)[row["labels"][border]]
     computer = HookGradientComputer(model, resolve_task("causal_language_modeling"))
@@ -124,25 +114,20 @@ def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
     """Then documents alone are not what was trained, and are refused; the first that differs is named."""
     model, rows = made(build, attention), packed_rows()
     masked = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
-    joined = [
-        {"input_ids": row["input_ids"], "seq_lengths": [4, 3, 6] if n == 0 else [4, 6]}
-        for n, row in enumerate(rows)
-    ]
+    pairs = zip(rows, ([4, 3, 6], [4, 6]), strict=True)
+    joined = [{"input_ids": row["input_ids"], "seq_lengths": lengths} for row, lengths in pairs]
 
-    def cached(samples: list[Any]) -> dict[str, Any]:
+    def cached(samples):
         return {**{name: values[None] for name, values in samples[0].items()}, "use_cache": True}
 
-    def whole(samples: list[Any]) -> dict[str, Any]:
+    def whole(samples):
         return {"input_ids": samples[0]["input_ids"][None]}
 
     require_separate_documents(model, Documents(joined))
     tokenized = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in joined]
     require_separate_documents(model, Documents(tokenized))  # TRL's collator leaves the mask out
-    for documents in (
-        Documents(masked),
-        Documents(rows, training_collate=cached),
-        Documents(joined, training_collate=whole),
-    ):
+    collated = Documents(rows, training_collate=cached), Documents(joined, training_collate=whole)
+    for documents in (Documents(masked), *collated):
         with pytest.raises(InvalidInputError, match="Document 1 of packed row 0 has other logits"):
             require_separate_documents(model, documents)
 
@@ -152,13 +137,9 @@ def test_batches_of_a_padding_free_collator_are_documents():
     model = made(hub.llama)
     rows = [{"input_ids": ids, "labels": [IGNORED, *ids[1:]]} for ids in texts()]
     settings = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-    expected = [
-        {"input_ids": torch.tensor(row["input_ids"]), "labels": torch.tensor(row["labels"])} for row in rows
-    ]
-    for collator in (
-        transformers.DataCollatorWithFlattening(),
-        transformers.DataCollatorWithFlattening(**settings),
-    ):
+    expected = [{name: torch.tensor(values) for name, values in row.items()} for row in rows]
+    for given in ({}, settings):
+        collator = transformers.DataCollatorWithFlattening(**given)
         batches = [collator(rows[:3], return_tensors="pt"), collator(rows[3:], return_tensors="pt")]
         for packed in (batches, [transformers.BatchEncoding(dict(batch)) for batch in batches]):
             documents = Documents(packed)

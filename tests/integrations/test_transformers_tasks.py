@@ -1,16 +1,12 @@
 """Tasks of positions on tiny models of transformers, against the losses that transformers computes, row by row."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import hub_models as hub
 import pytest
 import torch
 from hub_models import peft, transformers
 from modelout_cases import check_gradients
 from reference import samples_of
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite import Attributor
 from trak_lite import modelout_functions as tasks
@@ -30,18 +26,10 @@ BART = {
     **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDES.items()},
 }
 SEGFORMER = {
-    "num_encoder_blocks": 2,
-    "depths": [1, 1],
-    "sr_ratios": [2, 1],
-    "hidden_sizes": [4, 8],
-    "patch_sizes": [7, 3],
-    "strides": [4, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 8,
-    "num_labels": 4,
-    "semantic_loss_ignore_index": 255,
-}
+    "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [4, 8],
+    "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 8, "num_labels": 4, "semantic_loss_ignore_index": 255,
+}  # fmt: skip
 
 
 def model_of(kind, name, **settings):
@@ -120,31 +108,25 @@ def images():
 def queries():
     query, positive = texts(10), texts(11, T - 1)
     del query["labels"], positive["labels"]
-    return {
-        **prefixed("query", query),
-        **prefixed("positive", positive),
-        "negative_input_ids": drawn(B, 2, 5, seed=12),
-        "negative_attention_mask": torch.ones(B, 2, 5, dtype=torch.long),
-    }
+    mask = torch.ones(B, 2, 5, dtype=torch.long)
+    negative = {"input_ids": drawn(B, 2, 5, seed=12), "attention_mask": mask}
+    sides = {"query": query, "positive": positive, "negative": negative}
+    return {name: part for side, parts in sides.items() for name, part in prefixed(side, parts).items()}
 
 
 CAUSAL, MASKED = tasks.CausalLanguageModelingModelOutput(), tasks.MaskedLanguageModelingModelOutput()
 SEQ2SEQ, CONTRASTIVE = tasks.SequenceToSequenceModelOutput(), tasks.ContrastiveModelOutput(temperature=0.1)
 TOKENS = tasks.DenseClassificationModelOutput(class_axis=-1)
 PIXELS = tasks.DenseClassificationModelOutput(ignore_index=255, upsample=True)
-CASES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Tensor]]] = {
+CASES = {
     "sft": (CAUSAL, ("GPT2", "LMHeadModel", GPT2 | EAGER), texts(0)),
-    "t5": (
-        SEQ2SEQ,
-        ("T5", "ForConditionalGeneration", T5 | EAGER | {"decoder_start_token_id": PAD}),
-        texts(5),
-    ),
+    "t5": (SEQ2SEQ, ("T5", "ForConditionalGeneration", T5 | EAGER | {"decoder_start_token_id": PAD}), texts(5)),
     "bart": (SEQ2SEQ, ("Bart", "ForConditionalGeneration", BART | EAGER), texts(6)),
     "masked": (MASKED, ("Bert", "ForMaskedLM", BERT), masked()),
     "token classes": (TOKENS, ("Bert", "ForTokenClassification", {**BERT, "num_labels": V}), texts(7)),
     "segmentation": (PIXELS, ("Segformer", "ForSemanticSegmentation", SEGFORMER), images()),
     "contrastive": (CONTRASTIVE, ("Bert", "Model", BERT), queries()),
-}
+}  # fmt: skip
 EXACT = {"rtol": 1e-8, "atol": 1e-10}
 LOSSES = {"sft": sft_loss, "contrastive": contrastive_loss}
 
@@ -158,7 +140,6 @@ def test_gradients_are_those_of_the_loss_of_transformers(name, computer):
     model = model_of(kind, cls, **settings)
     if computer is FunctionalGradientComputer and name != "sft":
         batch = {key: part for key, part in batch.items() if "attention_mask" not in key}
-
     losses = [-LOSSES.get(name, summed_loss)(model, row) for row in samples_of(batch)]
     check_gradients(computer(model, task), batch, losses, **EXACT)
 
@@ -170,11 +151,9 @@ def test_a_base_model_is_the_reference_of_its_adapter():
     expected = tasks.reference_columns(base, [rows])
     adapter = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
     adapted = peft.get_peft_model(base, adapter).double()
-
     changed = tasks.reference_columns(adapted, [rows])
     with adapted.disable_adapter():
         found = tasks.reference_columns(adapted, [rows])
-
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(changed["ref_chosen_logps"], expected["ref_chosen_logps"])
 
@@ -199,7 +178,6 @@ TALK = [
 )
 def test_only_the_tokens_of_the_assistant_are_labelled(template, labelled):
     sample = tasks.response_labels(hub.tokenizer(chat_template=template), TALK)
-
     assert sample["input_ids"].tolist() == [20, 5, 2, 21, 6, 2, 20, 7, 8, 9, 2, 21, 10, 11, 2]
     kept = sample["labels"] != -100
     assert torch.equal(sample["labels"][kept], sample["input_ids"][kept])

@@ -1,24 +1,20 @@
 """TRL: f, q and gradients of every row against the trainer's own loss, and against plain loops in float64."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import hub_models as hub
 import numpy as np
 import pytest
 import torch
 from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, datasets, gradients_of, peft, spread, transformers
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite import Documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
 
-trl = pytest.importorskip(
-    "trl", reason="TRL's trainers are tested where it is installed: pip install trak-lite[trl]"
-)
+WHY = "TRL's trainers are tested where it is installed: pip install trak-lite[trl]"
+trl = pytest.importorskip("trl", reason=WHY)
 from trak_lite.integrations import huggingface  # noqa: E402 - imports transformers, which takes seconds
 from trak_lite.integrations import trl as helpers  # noqa: E402
 
@@ -45,29 +41,17 @@ TEMPLATE = (
 )
 
 
-def arguments(folder, config, **settings):
-    return config(
-        output_dir=str(folder / "out"),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        learning_rate=0.01,
-        **{"per_device_train_batch_size": 3, "save_strategy": "no", "bf16": False, **settings},
-    )
+def given_to(name, folder, rows, **settings):
+    config = getattr(trl, f"{name}Config")
+    args = hub.arguments(folder, config, **{"save_strategy": "no", "bf16": False, **settings})
+    tokenizer = hub.tokenizer(eos_token="w2", chat_template=TEMPLATE)
+    return {"args": args, "train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
 
 
 def trainer_of(name, model, rows, folder, **settings):
-    more = {
-        name: settings.pop(name) for name in ("ref_model", "reward_funcs", "peft_config") if name in settings
-    }
-    return getattr(trl, f"{name}Trainer")(
-        model=model,
-        args=arguments(folder, getattr(trl, f"{name}Config"), **settings),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=hub.tokenizer(eos_token="w2", chat_template=TEMPLATE),
-        **more,
-    )
+    names = settings.keys() & {"ref_model", "reward_funcs", "peft_config"}
+    more = {name: settings.pop(name) for name in names}
+    return getattr(trl, f"{name}Trainer")(model=model, **given_to(name, folder, rows, **settings), **more)
 
 
 def precise(model):
@@ -78,7 +62,7 @@ class Recording(HookGradientComputer):
     """Keeps the last batch, its gradients of f by parameter ``(B, P)``, and f, q and w, in the model's dtype."""
 
     def stream_gradients(self, batch, consume):
-        found: dict[str, Tensor] = {}
+        found = {}
 
         def keep(block):
             found[block.name] = block.dense()
@@ -118,11 +102,10 @@ def log_probs_of(model, prompt, answer):
 
 
 # Supervised fine-tuning
-
 PROMPTS = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
 WHOLE = [{"text": row["prompt"] + row["chosen"]} for row in PAIRS]
 TALKS = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": TALK[2:]}]
-SFT: dict[str, tuple[list[Any], dict[str, Any], list[int]]] = {
+SFT = {
     "completion": (PROMPTS, {}, [7, 8, 9, 2]),
     "prompt and completion": (PROMPTS, {"completion_only_loss": False}, [5, 6, 7, 8, 9, 2]),
     "text": (WHOLE, {}, [5, 6, 7, 8, 9, 2]),
@@ -131,17 +114,14 @@ SFT: dict[str, tuple[list[Any], dict[str, Any], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "build"),
-    [
-        *((name, build) for name in ("completion", "assistant") for build in (hub.llama, hub.lora, hub.gpt2)),
-        ("completion", hub.dora),
-        ("completion", hub.ia3),
-        ("prompt and completion", hub.gpt2),
-        ("text", hub.gpt2),
-        ("conversation", hub.llama),
-    ],
-)
+@pytest.mark.parametrize(("name", "build"), [
+    *((name, build) for name in ("completion", "assistant") for build in (hub.llama, hub.lora, hub.gpt2)),
+    ("completion", hub.dora),
+    ("completion", hub.ia3),
+    ("prompt and completion", hub.gpt2),
+    ("text", hub.gpt2),
+    ("conversation", hub.llama),
+])  # fmt: skip
 def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build, tmp_path):
     rows, settings, labelled = SFT[name]
     trainer = trainer_of("SFT", spread(build), rows, tmp_path, **settings)
@@ -154,7 +134,6 @@ def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build
 
     compare_with_loss(trainer, kept, loss_of)
     batch, f = compare_with_loss(trainer, kept, lambda row: -hub.output_of(trainer.model, kept[row]), 1e-9)
-
     assert batch["labels"][0][batch["labels"][0] != IGNORED].tolist() == labelled
     plain = torch.stack([hub.output_of(trainer.model, row) for row in kept])
     torch.testing.assert_close(f, plain, **precise(trainer.model))
@@ -187,15 +166,8 @@ def test_sft_rows_are_captured_in_the_training(build, tmp_path):
 
     def trained():
         torch.manual_seed(0)
-        trainer = trainer_of(
-            "SFT",
-            hub.made(build),
-            PROMPTS,
-            tmp_path,
-            num_train_epochs=1,
-            remove_unused_columns=False,
-            per_device_train_batch_size=2,
-        )
+        settings = {"num_train_epochs": 1, "remove_unused_columns": False, "per_device_train_batch_size": 2}
+        trainer = trainer_of("SFT", hub.made(build), PROMPTS, tmp_path, **settings)
         texts = trainer.train_dataset
         trainer.train_dataset = texts.add_column("row", list(range(len(texts))))
         trainer.data_collator, trainer.__class__ = KeepRow(trainer.data_collator), Capturing
@@ -206,9 +178,8 @@ def test_sft_rows_are_captured_in_the_training(build, tmp_path):
     with attributor.capture(texts, "run") as capture:
 
         def compared(inputs, rows):
-            expected.update(
-                (row, hub.expected_rows(trainer.model, texts.select([row]))[0]) for row in rows.tolist()
-            )
+            for row in rows.tolist():
+                expected[row] = hub.expected_rows(trainer.model, texts.select([row]))[0]
             trainer.model.train()
             capture(inputs, rows)
 
@@ -230,10 +201,8 @@ def test_texts_of_packed_rows_and_of_padding_free_batches_are_rows(build, strate
     settings = {"max_length": None, "padding_free": True}
     if strategy is not None:
         settings = {
-            "max_length": 8 if strategy == "bfd" else 5,
-            "packing": True,
-            "packing_strategy": strategy,
-        }
+            "max_length": 8 if strategy == "bfd" else 5, "packing": True, "packing_strategy": strategy,
+        }  # fmt: skip
     trainer = trainer_of("SFT", spread(build), PROMPTS, tmp_path, **settings)
     packed = trainer.train_dataset
     documents = Documents(packed) if strategy else packed
@@ -243,9 +212,8 @@ def test_texts_of_packed_rows_and_of_padding_free_batches_are_rows(build, strate
     elif strategy == "bfd_split":  # the rest of a text that is longer than a packed row is a text of its own
         assert sorted(ids) == sorted([[5, 6, 7, 8, 9], [5, 6, 10, 3, 7], [8, 2], [3, 4, 2]])
 
-    _, f = compare_with_loss(
-        trainer, documents, lambda row: -hub.output_of(trainer.model, documents[row]), 1e-9
-    )
+    model = trainer.model
+    _, f = compare_with_loss(trainer, documents, lambda row: -hub.output_of(model, documents[row]), 1e-9)
 
     for row in range(len(packed) if strategy else 1):
         inputs = trainer.data_collator([packed[row]] if strategy else [*packed])
@@ -279,9 +247,8 @@ def test_packed_rows_and_models_that_mix_texts_are_refused(tmp_path):
             huggingface.attributor_from_trainer(trainer, None, rows=documents)
 
     trainer.data_collator = transformers.DataCollatorWithFlattening()
-    with pytest.raises(
-        InvalidInputError, match="joins all texts of a batch to one row with its DataCollatorWith"
-    ):
+    said = "joins all texts of a batch to one row with its DataCollatorWith"
+    with pytest.raises(InvalidInputError, match=said):
         huggingface.attributor_from_trainer(trainer, None)
 
 
@@ -294,7 +261,6 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
     attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
     trainer.add_callback(huggingface.FeaturizeCallback(attributor, trainer.train_dataset))
     trainer.train()
-
     for number, step in enumerate((2, 4)):
         folder = tmp_path / "out" / f"checkpoint-{step}"
         saved = peft.PeftModel.from_pretrained(hub.made(hub.llama), folder, is_trainable=True)
@@ -303,8 +269,6 @@ def test_every_checkpoint_of_an_sft_trainer_is_featurized(tmp_path):
 
 
 # Preferences
-
-
 def reference_of(model, rows):
     with torch.no_grad():
         return {
@@ -318,7 +282,7 @@ def reference_of(model, rows):
 @pytest.mark.parametrize("precomputed", [True, False])
 @pytest.mark.parametrize("build", [hub.gpt2, hub.llama, hub.lora])
 def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, tmp_path):
-    settings: dict[str, Any] = {"beta": 0.3, "precompute_ref_log_probs": precomputed}
+    settings = {"beta": 0.3, "precompute_ref_log_probs": precomputed}
     if build is hub.lora:  # the reference is the model without the new adapter
         other = None
         adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
@@ -337,19 +301,14 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
     else:
         reference = reference_of(other, rows)
     for name, column in reference.items():
-        torch.testing.assert_close(
-            torch.tensor(rows[name][:], dtype=torch.float64),
-            column,
-            **(TRLS if precomputed else precise(model)),
-        )
+        found = torch.tensor(rows[name][:], dtype=torch.float64)
+        torch.testing.assert_close(found, column, **(TRLS if precomputed else precise(model)))
 
-    _, f = compare_with_loss(
-        trainer, rows, lambda row: trainer.compute_loss(trainer.model, trainer.data_collator([rows[row]]))
-    )
+    collator, compute = trainer.data_collator, trainer.compute_loss
+    _, f = compare_with_loss(trainer, rows, lambda row: compute(model, collator([rows[row]])))
     whole = trainer.compute_loss(trainer.model, trainer.data_collator(list(rows)))
-    torch.testing.assert_close(
-        -nn.functional.logsigmoid(0.3 * f).mean(), whole.double(), **TRLS, check_dtype=False
-    )
+    ours = -nn.functional.logsigmoid(0.3 * f).mean()
+    torch.testing.assert_close(ours, whole.double(), **TRLS, check_dtype=False)
 
 
 def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references_too(tmp_path):
@@ -358,11 +317,9 @@ def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references
         huggingface.attributor_from_trainer(trainer, None)
     rows = helpers.preference_rows(trainer)
     trainer.train()
-
     attributor = huggingface.attributor_from_trainer(trainer, None, rows=rows, proj_dim=32, progress=False)
     attributor.featurize(rows)
     targets = helpers.preference_rows(trainer, trainer.train_dataset.select([1, 2]))
-
     assert attributor.method.name == "GaussNewton"
     assert attributor.score(targets).shape == (3, 2)
     assert all("lora" in name for name in attributor.parameters)
@@ -379,14 +336,11 @@ def test_the_reference_of_a_retrained_adapter_is_its_copy(tmp_path):
         for name, p in model.named_parameters():
             if ".default." in name:
                 p.mul_(1.5)
-
     again = helpers.preference_rows(trainer)
-
     assert model.active_adapter == "default"
     for name, column in expected.items():
-        torch.testing.assert_close(
-            torch.tensor(again[name][:], dtype=torch.float64), column, **precise(model)
-        )
+        found = torch.tensor(again[name][:], dtype=torch.float64)
+        torch.testing.assert_close(found, column, **precise(model))
 
 
 def test_reward_rows_are_the_trainers_loss(tmp_path):
@@ -401,10 +355,8 @@ def test_reward_rows_are_the_trainers_loss(tmp_path):
     kept = list(trainer.train_dataset)
 
     def loss_of(row):
-        scores = [
-            model(input_ids=torch.tensor([kept[row][f"{side}_ids"]])).logits[0, 0]
-            for side in ("chosen", "rejected")
-        ]
+        sides = (torch.tensor([kept[row][f"{side}_ids"]]) for side in ("chosen", "rejected"))
+        scores = [model(input_ids=ids).logits[0, 0] for ids in sides]
         margin = 0.5 if "margin" in kept[row] else 0.0
         return -nn.functional.logsigmoid(scores[0] - scores[1] - margin)
 
@@ -415,9 +367,8 @@ def test_reward_rows_are_the_trainers_loss(tmp_path):
 
 
 # Policy gradients
-
 QUESTIONS = [{"prompt": text} for text in ("w5 w6", "w5 w6 w10", "w3", "w9 w3")]
-GRPO: dict[str, dict[str, Any]] = {
+GRPO = {
     "dapo": {},
     "grpo": {"loss_type": "grpo"},
     "old policy": {"loss_type": "grpo", "num_iterations": 2, "epsilon_high": 0.3},
@@ -436,11 +387,8 @@ def rewarded(completions, **columns):
 
 def policy_trainer(build, folder, **settings):
     given = {
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": 5,
-        "max_steps": 2,
-    }
+        "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 5, "max_steps": 2,
+    }  # fmt: skip
     model = spread(build)
     return trainer_of("GRPO", model, QUESTIONS, folder, reward_funcs=rewarded, **{**given, **settings})
 
@@ -460,17 +408,14 @@ def tokens_of(inputs, trainer, rows):
     return inputs["num_items_in_batch"]
 
 
-@pytest.mark.parametrize(
-    ("name", "build"),
-    [
-        *((name, build) for name in ("dapo", "old policy") for build in (hub.llama, hub.gpt2, hub.lora)),
-        *((name, hub.lora) for name in GRPO if "divergence" in name),
-        *((name, hub.gpt2) for name in ("grpo", "old policy, dapo", "temperature", "constant")),
-    ],
-)
+@pytest.mark.parametrize(("name", "build"), [
+    *((name, build) for name in ("dapo", "old policy") for build in (hub.llama, hub.gpt2, hub.lora)),
+    *((name, hub.lora) for name in GRPO if "divergence" in name),
+    *((name, hub.gpt2) for name in ("grpo", "old policy, dapo", "temperature", "constant")),
+])  # fmt: skip
 def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_path):
     trainer = policy_trainer(build, tmp_path, **GRPO[name])
-    batches: list[Any] = []
+    batches = []
     compute = trainer.compute_loss
     trainer.compute_loss = lambda model, inputs, **more: (
         batches.append(dict(inputs)) or compute(model, inputs, **more)
@@ -491,7 +436,6 @@ def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_pa
         return compute(trainer.model, alone) * tokens_of(alone, trainer, 1)
 
     batch, f = compare_with_loss(trainer, rows, loss_of)
-
     if (
         "old_logps" in batch
     ):  # without, the loss has the right gradient, and the value of minus the advantages
@@ -513,7 +457,6 @@ def test_recording_changes_nothing_and_rows_are_scored_from_end_to_end(tmp_path)
         assert trainer.compute_loss == own
         weights.append([p.tolist() for p in trainer.model.parameters()])
     assert weights[0] == weights[1]
-
     attributor = huggingface.attributor_from_trainer(trainer, None, rows=rows, proj_dim=32, progress=False)
     attributor.featurize(rows)
     assert len(rows) == 8
@@ -531,9 +474,7 @@ def test_masks_and_ratios_of_rollouts_are_kept():
         "importance_sampling_ratio": torch.tensor([[1.0, 0.5, 2.0], [3.0, 1.0, 1.0], [1.0, 1.0, 1.0]]),
         "old_per_token_logps": -torch.arange(9.0).reshape(3, 3),
     }
-
     first, second = helpers.rollout_rows(inputs)  # the third has no token in the loss
-
     assert first["input_ids"].tolist() == [0, 5, 10, 11, 12]
     assert first["attention_mask"].tolist() == [0, 1, 1, 1, 1]
     assert first["labels"].tolist() == [IGNORED, IGNORED, 10, IGNORED, 12]
@@ -546,28 +487,22 @@ def test_masks_and_ratios_of_rollouts_are_kept():
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("SFT", {"loss_type": "dft"}, r"SFTTrainer has \{'loss_type': 'dft'\}"),
-        ("SFT", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ("DPO", {"loss_type": ["hinge"]}, "'hinge'"),
-        ("DPO", {"ld_alpha": 0.5}, "ld_alpha"),
-        ("DPO", {"f_divergence_type": "js_divergence"}, "f_divergence_type"),
-        ("GRPO", {"loss_type": "cispo"}, "'cispo'"),
-        ("GRPO", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
-        ("GRPO", {}, "prompts only, without answers"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("SFT", {"loss_type": "dft"}, r"SFTTrainer has \{'loss_type': 'dft'\}"),
+    ("SFT", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+    ("DPO", {"loss_type": ["hinge"]}, "'hinge'"),
+    ("DPO", {"ld_alpha": 0.5}, "ld_alpha"),
+    ("DPO", {"f_divergence_type": "js_divergence"}, "f_divergence_type"),
+    ("GRPO", {"loss_type": "cispo"}, "'cispo'"),
+    ("GRPO", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+    ("GRPO", {}, "prompts only, without answers"),
+])  # fmt: skip
 def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
     if name == "GRPO":
         trainer = policy_trainer(hub.llama, tmp_path, **settings)
     else:
         rows = PROMPTS if name == "SFT" else PAIRS
         trainer = trainer_of(name, spread(hub.lora), rows, tmp_path, **settings)
-
     with pytest.raises(InvalidInputError, match=message):
         huggingface.attributor_from_trainer(trainer, None)
 
@@ -581,9 +516,8 @@ def test_helpers_refuse_other_trainers_and_moving_references(tmp_path):
         helpers.recorded_rollouts(trainer),
     ):
         pass
-    dpo = trainer_of(
-        "DPO", spread(hub.llama), PAIRS, tmp_path, ref_model=spread(hub.llama), sync_ref_model=True
-    )
+    models = spread(hub.llama), spread(hub.llama)
+    dpo = trainer_of("DPO", models[0], PAIRS, tmp_path, ref_model=models[1], sync_ref_model=True)
     with pytest.raises(InvalidInputError, match="sync_ref_model=True"):
         helpers.preference_rows(dpo)
 
@@ -592,13 +526,7 @@ def test_an_unknown_trainer_of_trl_needs_a_task_and_a_subclass_of_ones_own_does_
     class Own(trl.SFTTrainer):
         pass
 
-    rows = datasets.Dataset.from_list(PROMPTS)
-    given = {
-        "args": arguments(tmp_path, trl.SFTConfig),
-        "train_dataset": rows,
-        "processing_class": hub.tokenizer(eos_token="w2", chat_template=TEMPLATE),
-    }
-    trainer = Own(model=spread(hub.llama), **given)
+    trainer = Own(model=spread(hub.llama), **given_to("SFT", tmp_path, PROMPTS))
     assert huggingface.attributor_from_trainer(trainer, None).task.name == "causal_language_modeling"
 
     Own.__module__ = "trl.experimental.own"
@@ -612,7 +540,6 @@ def test_the_load_balancing_loss_of_experts_is_left_out_with_a_warning(tmp_path)
     model.set_experts_implementation("eager")  # the grouped product takes no float64
     trainer = trainer_of("SFT", model, PROMPTS, tmp_path)
     rows = trainer.train_dataset
-
     with pytest.warns(UserWarning, match=r"includes 0\.001 times the load-balancing loss"):
         huggingface.attributor_from_trainer(trainer, None, **EXACT)
     with warnings.catch_warnings(action="ignore"):

@@ -59,7 +59,6 @@ def logits(model):
 
 
 def outputs(training, masks=MASKS, **given):
-    """Outputs of models side by side, and of models that were trained one by one."""
     many = retrain_many(training, masks, logits, **given).outputs
     given.pop("models_at_once", None)
     return many, retrain(training, masks, logits, **given).outputs
@@ -124,20 +123,16 @@ def frozen_and_tied(seed):
     return model.double()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"schedule": lambda step: 1 / (1 + step)},
-        {"clip_norm": 0.5},
-        {"clip_norm": 2.0},
-        {"accumulate": 2},
-        {"steps": 4},
-        {"batch_size": 100},
-        {"build": batch_norm},
-        {"build": frozen_and_tied},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
+@pytest.mark.parametrize("changes", [
+    {"schedule": lambda step: 1 / (1 + step)},
+    {"clip_norm": 0.5},
+    {"clip_norm": 2.0},
+    {"accumulate": 2},
+    {"steps": 4},
+    {"batch_size": 100},
+    {"build": batch_norm},
+    {"build": frozen_and_tied},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 def test_other_settings_equal_the_loop_too(changes):
     settings = {"lr": 0.1, "momentum": 0.9}
     rows = np.flatnonzero(MASKS[1])
@@ -190,8 +185,6 @@ def test_a_model_that_vmap_cannot_run_is_trained_one_by_one():
 
 
 class Counted:
-    """Outputs that count their calls, and are interrupted at one."""
-
     def __init__(self, stop_at=None):
         self.calls, self.stop_at = 0, stop_at
 
@@ -247,10 +240,8 @@ def test_another_training_is_not_continued(seen, function, tmp_path):
 
 def test_the_same_training_in_new_objects_is_continued(tmp_path):
     made, data, counted = recipe(epochs=1), TensorDataset(INPUTS.clone(), LABELS.clone()), Counted()
-    for again, settings, calls in (
-        (replace(made, seed=5), {"train_id": "a"}, 0),
-        (recipe(epochs=1, data=data, seed=5), {}, 2),
-    ):
+    new = recipe(epochs=1, data=data, seed=5)
+    for again, settings, calls in ((replace(made, seed=5), {"train_id": "a"}, 0), (new, {}, 2)):
         path = tmp_path / f"{calls}"
         first = retrain_many(made.train_fn, MASKS, counted, path=path, **settings)
         counted.calls = 0
@@ -302,16 +293,13 @@ def test_models_that_share_parts_are_refused(shared):
     torch.testing.assert_close((whole.state_dict(), part.state_dict()), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "seen"),
-    [
-        ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
-        ([-1], r"hold \[-1\]"),
-        (MASKS[0], "must be a list of integers"),
-        ([0.5], "must be a list of integers"),
-        ([], "no row to train on"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "seen"), [
+    ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
+    ([-1], r"hold \[-1\]"),
+    (MASKS[0], "must be a list of integers"),
+    ([0.5], "must be a list of integers"),
+    ([], "no row to train on"),
+])  # fmt: skip
 def test_rows_that_are_no_train_rows_are_refused(rows, seen):
     training = recipe().train_fn
     for call in (partial(training, rows, 0), partial(training.train_many, [rows], [0])):
@@ -319,26 +307,42 @@ def test_rows_that_are_no_train_rows_are_refused(rows, seen):
             call()
 
 
-def test_arguments_of_many_models_are_checked():
-    with pytest.raises(InvalidInputError, match=r"got 2 subsets of sizes \[2, 3\] and 2 seeds"):
-        recipe().train_fn.train_many([np.arange(2), np.arange(3)], [0, 1])
-    with pytest.raises(InvalidInputError, match="models_at_once must be an integer"):
-        retrain_many(recipe().train_fn, MASKS, logits, models_at_once=0)
+def no_model(seed):
+    raise ValueError("no such model")
 
 
-def test_what_fails_names_subsets_and_seeds():
-    def build(seed):
-        raise ValueError("no such model")
+def second_diverges(seed):
+    model = mlp(seed)
+    if seed == 1:
+        nn.init.constant_(model[4].weight, float("nan"))
+    return model
 
-    with pytest.raises(RetrainingError, match=r"subset 0, seed 0 .*; subset 0, seed 1 .*no such model"):
-        retrain_many(recipe(build).train_fn, MASKS, logits)
-    with pytest.raises(RetrainingError, match=r"subset 0, seed 0 .*\(IndexError"):
-        retrain_many(recipe(epochs=1).train_fn, MASKS, lambda model: logits(model)[9])
+
+DIVERGES = r"subset 0, seed 0 .* failed \(NonFiniteError: 1\.weight.* is NaN or infinite"
+FAILING = [
+    (InvalidInputError, r"got 2 subsets of sizes \[2, 3\] and 2 seeds",
+     lambda: recipe().train_fn.train_many([np.arange(2), np.arange(3)], [0, 1])),
+    (InvalidInputError, "models_at_once must be an integer",
+     lambda: retrain_many(recipe().train_fn, MASKS, logits, models_at_once=0)),
+    (RetrainingError, r"subset 0, seed 0 .*; subset 0, seed 1 .*no such model",
+     lambda: retrain_many(recipe(no_model).train_fn, MASKS, logits)),
+    (RetrainingError, r"subset 0, seed 0 .*\(IndexError",
+     lambda: retrain_many(recipe(epochs=1).train_fn, MASKS, lambda model: logits(model)[9])),
+    *((RetrainingError, DIVERGES,
+       lambda f=f: f(recipe(optimizer=SGD(lr=1e300), epochs=1).train_fn, MASKS, logits))
+      for f in (retrain, retrain_many)),
+    (NonFiniteError, "of model 2 of 3 is NaN or infinite after step 2",
+     lambda: recipe(second_diverges, epochs=1).train_fn.train_many([np.arange(12)] * 3, [0, 1, 2])),
+]  # fmt: skip
+
+
+def test_what_fails_names_subsets_seeds_and_parameters():
+    for error, said, call in FAILING:
+        with pytest.raises(error, match=said):
+            call()
 
 
 class Broken(Dataset):
-    """Fails for one row."""
-
     def __len__(self):
         return N
 
@@ -360,22 +364,3 @@ def test_a_sample_that_cannot_be_loaded_names_the_subset_and_keeps_the_rest(func
     counted.calls = 0
     function(recipe(epochs=1).train_fn, MASKS, counted, **arguments)
     assert counted.calls <= 5, "one is repeated; those of subset 0 are not trained again"
-
-
-@pytest.mark.parametrize("function", [retrain, retrain_many])
-def test_a_training_that_diverges_names_subset_and_parameter(function):
-    training = recipe(optimizer=SGD(lr=1e300), epochs=1).train_fn
-    said = r"subset 0, seed 0 .* failed \(NonFiniteError: 1\.weight.* is NaN or infinite"
-    with pytest.raises(RetrainingError, match=said):
-        function(training, MASKS, logits)
-
-
-def test_a_model_side_by_side_that_diverges_is_named():
-    def build(seed):
-        model = mlp(seed)
-        if seed == 1:
-            nn.init.constant_(model[4].weight, float("nan"))
-        return model
-
-    with pytest.raises(NonFiniteError, match="of model 2 of 3 is NaN or infinite after step 2"):
-        recipe(build, epochs=1).train_fn.train_many([np.arange(12)] * 3, [0, 1, 2])

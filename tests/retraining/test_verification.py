@@ -9,21 +9,12 @@ import pytest
 import torch
 from held_scores import held_scores, scores_without_a_model
 from report_cases import VERDICT, Parsed, in_a_notebook
-from tiny_runs import perceptron
+from tiny_runs import Merging, perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Scores, calibrate, calibrated_scores, token_scores, verify
+from trak_lite import Attributor, Scores, calibrate, calibrated_scores, evaluation, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
-from trak_lite.evaluation import (
-    Verdict,
-    bm25,
-    compare_datamodeling_scores,
-    linear_datamodeling_score,
-    seed_noise_ceiling,
-    subset_masks,
-    summed_scores,
-)
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
 from trak_lite.report import write_report
 from trak_lite.store import open_store
@@ -44,14 +35,12 @@ TRAIN, TARGETS = dataset(N, 0), dataset(M, 1)
 
 
 class Training:
-    """Trains by a few steps of gradient descent, counts its calls and stops on request."""
+    """Trains by a few steps of gradient descent, and counts its calls."""
 
-    def __init__(self, fail_at=None, model=None, error=KeyboardInterrupt):
-        self.calls, self.fail_at, self.model, self.error = [], fail_at, model, error
+    def __init__(self, model=None):
+        self.calls, self.model = [], model
 
     def __call__(self, indices, seed):
-        if len(self.calls) == self.fail_at:
-            raise self.error("no luck")
         self.calls.append((indices.tolist(), seed))
         model = perceptron() if self.model is None else self.model
         model.load_state_dict(perceptron().state_dict())
@@ -112,37 +101,32 @@ def attributor(tmp_path, scored_store):
 
 @pytest.fixture(scope="module")
 def held(trained):
-    """In memory, for tests that store nothing."""
     return scored(trained)
 
 
 # ------------------------------------------------------------------------ verifying
-
-
 def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, tmp_path, monkeypatch):
     """It stays with the scores, and so do predictions of some targets; both are on a report of the opened store."""
     monkeypatch.setattr("trak_lite.retraining.verify._KEPT_TARGETS", 4)
     training, scores = Training(), attributor.scores("test")
     assert scores.verdict is None
     verdict = verify(scores, training, TARGETS, budget=6, seeds=(0, 1), alpha=0.4, subset_seed=3)
-
-    masks = subset_masks(N, 6, alpha=0.4, seed=3)
+    masks = evaluation.subset_masks(N, 6, alpha=0.4, seed=3)
     assert training.calls == [(np.flatnonzero(mask).tolist(), seed) for mask in masks for seed in (0, 1)]
     outputs = outputs_of(masks, (0, 1))
-    found = linear_datamodeling_score(scores.numpy(), masks, outputs.mean(axis=1), num_resamples=RESAMPLES)
+    mean = outputs.mean(axis=1)
+    found = evaluation.linear_datamodeling_score(scores.numpy(), masks, mean, num_resamples=RESAMPLES)
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
     assert (verdict.lds.low, verdict.lds.high) == pytest.approx(found.interval, abs=1e-6)
-    assert verdict.ceiling == pytest.approx(seed_noise_ceiling(outputs).ceiling, abs=1e-6)
+    assert verdict.ceiling == pytest.approx(evaluation.seed_noise_ceiling(outputs).ceiling, abs=1e-6)
     assert (verdict.num_subsets, verdict.num_seeds, verdict.num_targets) == (6, 2, M)
     assert verdict.alpha == pytest.approx(0.4)
     opened = Attributor.open(tmp_path / "a.zarr", perceptron()).scores("test")
     assert opened.verdict == scores.verdict == verdict
     assert f"tested: LDS {verdict.lds} on 6 subsets x 2 seeds of 40% of the rows, {M} targets" in repr(opened)
-
     kept, some = opened.predictions, slice(None, None, 3)
-    np.testing.assert_allclose(
-        kept.summed, summed_scores(scores.numpy().astype(float), masks)[:, some], rtol=1e-5
-    )
+    summed = evaluation.summed_scores(scores.numpy().astype(float), masks)
+    np.testing.assert_allclose(kept.summed, summed[:, some], rtol=1e-5)
     np.testing.assert_allclose(kept.retrained, outputs.mean(axis=1)[:, some], rtol=1e-4, atol=1e-5)
     assert attributor.scores("test", dense=False).predictions is None
     page = Parsed(write_report(opened, tmp_path / "r.html"))
@@ -151,43 +135,25 @@ def test_the_verdict_is_the_datamodeling_score_of_retrained_models(attributor, t
         assert said in page.text
 
 
-class Merging(nn.Linear):
-    """Adds a second weight in eval mode, and takes it out in train mode, as loralib does."""
-
-    def __init__(self):
-        super().__init__(4, 3)
-        self.more, self.merged = nn.Parameter(torch.eye(3, 4)), False
-
-    def train(self, mode=True):
-        super().train(mode)
-        if mode == self.merged:
-            self.weight.data += self.more.data * (-1 if mode else 1)
-            self.merged = not mode
-        return self
-
-    def forward(self, inputs):
-        return nn.functional.linear(
-            inputs, self.weight if self.merged else self.weight + self.more, self.bias
-        )
+def merging():
+    return nn.Sequential(nn.Linear(4, 3), Merging(3))
 
 
 @pytest.mark.parametrize("returned", ["train", "eval", "state"])
 def test_retrained_models_that_merge_weights_in_eval_mode_have_their_own_outputs(returned):
     def train(indices, seed):
         torch.manual_seed(indices.sum())
-        model = Merging()
+        model = merging()
         return model.state_dict() if returned == "state" else model.train(returned == "train")
 
-    attributor = Attributor(Merging(), "image_classification", None, **QUIET)
+    attributor = Attributor(merging(), "image_classification", None, **QUIET)
     attributor.featurize(TRAIN)
     scores = attributor.score(TARGETS)
-
     verify(scores, train, TARGETS, budget=3)
-
     labels, expected = TARGETS.tensors[1][:, None], []
-    for mask in subset_masks(N, 3):
+    for mask in evaluation.subset_masks(N, 3):
         torch.manual_seed(np.flatnonzero(mask).sum())
-        logits = Merging().double()(TARGETS.tensors[0].double()).detach()
+        logits = merging().double()(TARGETS.tensors[0].double()).detach()
         others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
         expected.append((logits.gather(1, labels)[:, 0] - others).numpy())
     np.testing.assert_allclose(scores.predictions.retrained, expected, rtol=1e-4, atol=1e-5)
@@ -212,23 +178,13 @@ def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     name = "test" if featurized else "only-ekfac"
     scores = attributor.score(TARGETS, name, method="EKFAC")
     verdict = verify(scores, Training(), TARGETS, budget=4)
-    masks = subset_masks(N, 4)
-    found = linear_datamodeling_score(scores.numpy(), masks, outputs_of(masks)[:, 0], num_resamples=1)
+    masks = evaluation.subset_masks(N, 4)
+    outputs = outputs_of(masks)[:, 0]
+    found = evaluation.linear_datamodeling_score(scores.numpy(), masks, outputs, num_resamples=1)
     assert verdict.lds.mean == pytest.approx(found.mean, abs=1e-6)
     assert attributor.scores(name, method="EKFAC").verdict == verdict
     first = "gradient dot product, no kernel" if featurized else "loss of the train row (its q)"
     assert verdict.baselines[0].name == first
-
-
-def test_after_a_kill_or_a_failure_only_what_is_missing_is_trained(attributor):
-    scores = attributor.scores("test")
-    with pytest.raises(RetrainingError, match="subset 1, seed 0"):
-        verify(scores, Training(1, error=ValueError), TARGETS, budget=3)
-    with pytest.raises(KeyboardInterrupt):
-        verify(scores, Training(2), TARGETS, budget=3)
-    rest = Training()
-    verify(scores, rest, TARGETS, budget=3)
-    assert len(rest.calls) == 1 + 1, "the first one is repeated"
 
 
 def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(attributor):
@@ -249,16 +205,13 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     assert len(itself.calls) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "seen"),
-    [
-        ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
-        ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
-        ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
-        ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
-        ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "seen"), [
+    ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
+    ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
+    ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
+    ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
+    ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
+])  # fmt: skip
 def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
     training = Training()
     given = {"train_fn": training, "targets": TARGETS, "budget": 3, **changes}
@@ -292,13 +245,10 @@ def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attribut
 
 
 # ------------------------------------------------------------------------ baselines
-
-
 def test_baselines_are_those_of_dense_features(attributor):
     texts = [f"row {i % 5} {i % 3}" for i in range(N)], [f"{j % 5} {j}" for j in range(M)]
     verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=8, texts=texts)
-
-    masks = subset_masks(N, 8)
+    masks = evaluation.subset_masks(N, 8)
     outputs = outputs_of(masks)[:, 0]
     with open_store(str(attributor.path)) as store:
         train, targets = (
@@ -314,20 +264,18 @@ def test_baselines_are_those_of_dense_features(attributor):
         sum(rows @ t.T for rows, t in zip(train, targets, strict=True)) * q[:, None],
         sum(unit(rows) @ unit(t).T for rows, t in zip(train, targets, strict=True)),
         np.tile(q[:, None], M),
-        bm25(*texts),
+        evaluation.bm25(*texts),
     ]
     scores = attributor.scores("test").numpy()
     assert [one.name[:4] for one in verdict.baselines] == ["grad", "near", "loss", "BM25"]
     for one, method in zip(verdict.baselines, methods, strict=True):
-        own = linear_datamodeling_score(method, masks, outputs, num_resamples=1)
+        own = evaluation.linear_datamodeling_score(method, masks, outputs, num_resamples=1)
         assert one.lds.mean == pytest.approx(own.mean, abs=1e-6)
-        lead = compare_datamodeling_scores(scores, method, masks, outputs, num_resamples=RESAMPLES)
+        lead = evaluation.compare_datamodeling_scores(scores, method, masks, outputs, num_resamples=RESAMPLES)
         assert (one.lead.mean, one.lead.low) == pytest.approx((lead.mean, lead.interval[0]), abs=1e-6)
 
 
 # ------------------------------------------------------------------------ calibration
-
-
 OTHER_KERNELS = [
     GaussNewton(damping=0.1, q="inside"),
     GaussNewton(damping=10.0, q="off"),
@@ -361,13 +309,8 @@ def test_a_teacher_of_noise_teaches_nothing_and_one_of_another_size_is_refused(h
     assert not found.kept
     with pytest.raises(StateError, match="not significantly better"):
         calibrated_scores(scores, found)
-    wrong = [
-        ((N - 1, M), None),
-        ((N, 3), None),
-        ((N, 6), [0, 1, 2, 3, 4, 4]),
-        ((N, 6), [0, 1]),
-        ((N, M + 1), None),
-    ]
+    wrong = [((N, 6), [0, 1, 2, 3, 4, 4]), ((N, 6), [0, 1])]
+    wrong += [(shape, None) for shape in ((N - 1, M), (N, 3), (N, M + 1))]
     for shape, targets in wrong:
         with pytest.raises(InvalidInputError, match="The teacher must have the 60 train rows"):
             calibrate(scores, held_scores(np.ones(shape)), targets)
@@ -410,20 +353,19 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
     with pytest.raises(StateError, match="were not calibrated"):
         calibrated_scores(scores)
     verdict = verify(scores, Training(), TARGETS, budget=60, calibrate=True)
-    masks = subset_masks(N, 60)
+    masks = evaluation.subset_masks(N, 60)
     held_out, outputs = masks[1::2], outputs_of(masks[1::2])[:, 0]
     found = verdict.calibration
     assert (found.kept, found.num_held_out, found.across) == (True, 30, "subsets")
     assert found.gain.low > 0
     better = calibrated_scores(made.scores("test"))
     for one, matrix in ((found.default, scores.numpy()), (found.calibrated, better.numpy())):
-        lds = linear_datamodeling_score(
-            summed_scores(matrix, held_out), None, outputs, num_resamples=RESAMPLES
-        )
+        summed = evaluation.summed_scores(matrix, held_out)
+        lds = evaluation.linear_datamodeling_score(summed, None, outputs, num_resamples=RESAMPLES)
         assert one.mean == pytest.approx(lds.mean, abs=1e-3)
     assert found.calibrated.mean > found.default.mean + 0.05
     assert better.shape == (N, M)
-    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert evaluation.Verdict.from_json(verdict.to_json()) == verdict
     assert "calibrated kernel kept: gain" in str(made.scores("test"))
 
 
@@ -439,21 +381,18 @@ def test_a_verdict_says_in_a_sentence_what_follows():
     estimate, (baseline,) = type(VERDICT.lds), VERDICT.baselines
 
     def verdict(lds, *leads):
-        baselines = (
-            replace(baseline, name=f"baseline {k}", lead=estimate(*lead)) for k, lead in enumerate(leads)
-        )
+        named = ((f"baseline {k}", estimate(*lead)) for k, lead in enumerate(leads))
+        baselines = (replace(baseline, name=name, lead=lead) for name, lead in named)
         return replace(VERDICT, lds=estimate(*lds), baselines=tuple(baselines))
 
     ahead, level, behind = (0.2, 0.1, 0.3), (0.1, -0.1, 0.3), (-0.2, -0.3, -0.1)
     said = {
         "No proven relation to retraining: do not act": verdict((0.1, -0.1, 0.3), ahead),
-        "predict retraining better than every baseline: act on sets of rows": verdict(
-            (0.5, 0.4, 0.6), ahead, ahead
-        ),
+        "predict retraining better than every baseline: act on sets of rows": verdict((0.5, 0.4, 0.6), ahead, ahead),
         "predict retraining: act on sets of rows": verdict((0.5, 0.4, 0.6)),
         "without a proven lead over baseline 1: use more subsets": verdict((0.5, 0.4, 0.6), ahead, level),
         "but baseline 1 does so better: use it": verdict((0.5, 0.4, 0.6), level, behind),
-    }
+    }  # fmt: skip
     for text, found in said.items():
         assert text in found.conclusion
         assert str(found).endswith(found.conclusion)

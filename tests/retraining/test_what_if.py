@@ -16,8 +16,6 @@ from trak_lite.methods import GaussNewton
 from trak_lite.store import open_store
 
 N, M, D, RIDGE = 120, 14, 5, 2.0
-
-
 EVERYTHING = np.arange(N)
 
 
@@ -90,8 +88,6 @@ def tried():
 
 
 # ------------------------------------------------------------------------ without trials
-
-
 def test_the_prediction_is_the_sum_of_scores():
     """Of any scores, by numbers or a mask; without retrainings there is no interval, and the text says why."""
     matrix = np.random.default_rng(0).normal(size=(10, 3))
@@ -110,19 +106,16 @@ def test_the_prediction_is_the_sum_of_scores():
     assert json.loads(json.dumps(both.to_json()))["predicted"] == both.predicted.tolist()
 
 
-@pytest.mark.parametrize(
-    ("rows", "seen"),
-    [
-        ({}, "got 0 to remove, 0 to add, 0 to relabel of 10"),
-        ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
-        ({"remove": [1], "add": [1]}, "each in one of these only"),
-        ({"remove": [1, 1]}, "remove names a row twice"),
-        ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
-        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
-        ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
-        ({"remove": np.zeros(10, bool)}, "at least one row"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "seen"), [
+    ({}, "got 0 to remove, 0 to add, 0 to relabel of 10"),
+    ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
+    ({"remove": [1], "add": [1]}, "each in one of these only"),
+    ({"remove": [1, 1]}, "remove names a row twice"),
+    ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
+    ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
+    ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
+    ({"remove": np.zeros(10, bool)}, "at least one row"),
+])  # fmt: skip
 def test_sets_that_cannot_be_changed_are_refused(rows, seen):
     with pytest.raises(InvalidInputError, match=seen):
         what_if(held_scores(np.ones((10, 3))), **rows)
@@ -179,7 +172,6 @@ def test_samples_that_cannot_be_compared_with_train_rows_are_not_refused(tmp_pat
     drawn_anew = Attributor(model(weights(EVERYTHING)), "regression", None, proj_dim=4, progress=False)
     drawn_anew.featurize(Drawn(*DATA.tensors))
     what_if(drawn_anew.score(ASKED), relabel=([3], Rows(Drawn(*DATA.tensors), indices=[3])))
-
     tokens = torch.randint(7, (20, 4), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     embedding = nn.Embedding(8, 3, dtype=torch.float32, device="cpu")
 
@@ -188,9 +180,8 @@ def test_samples_that_cannot_be_compared_with_train_rows_are_not_refused(tmp_pat
 
     answer = torch.cat([tokens[:2, :3], torch.full((2, 1), 7, dtype=torch.int64, device="cpu")], 1)
     for parts in (1, 2):
-        made = Attributor(
-            embedding, mean, tmp_path / f"{parts}.zarr", proj_dim=4, progress=False, method="GradDot"
-        )
+        settings = {"proj_dim": 4, "progress": False, "method": "GradDot"}
+        made = Attributor(embedding, mean, tmp_path / f"{parts}.zarr", **settings)
         made.featurize(TensorDataset(*[tokens] * parts))
         found = made.score(TensorDataset(*[tokens] * parts))
         for inputs in (answer, answer[:, 1:]):
@@ -208,8 +199,6 @@ def test_levels_outside_0_and_1_are_refused_without_trials_too(level):
 
 
 # ------------------------------------------------------------------------ with trials
-
-
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
     settings = {"budget": 12, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
@@ -239,9 +228,8 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
     )  # of the second set
     np.testing.assert_allclose(trials.measured[1], after - before.mean(0), rtol=1e-3, atol=1e-4)
     centred = trials.predicted[1] + 6 * matrix.mean(0)
-    np.testing.assert_allclose(
-        trials.standard[1], centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N)), rtol=1e-4
-    )
+    standard = centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N))
+    np.testing.assert_allclose(trials.standard[1], standard, rtol=1e-4)
 
 
 def test_intervals_cover_removals_of_other_sets(tried):
@@ -308,10 +296,8 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
             assert "From 30 random subsets of the verdict" in effects.basis
     assert len(covered) > 15
     assert np.mean(covered) > 0.8
-    for few, why in (
-        (np.argsort(-found.numpy()[:, 0])[:24], "larger or denser"),
-        ([0], "an interval needs 9"),
-    ):
+    best = np.argsort(-found.numpy()[:, 0])[:24]
+    for few, why in ((best, "larger or denser"), ([0], "an interval needs 9")):
         refused = what_if(found, few)
         assert refused.lower is None
         assert why in refused.basis
@@ -324,17 +310,14 @@ FEW = "budget must be at least 9 and base_seeds at least 2 seeds, got "
 SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
 
 
-@pytest.mark.parametrize(
-    ("changes", "seen"),
-    [
-        ({"budget": 8}, f"{FEW}8 and 5"),
-        ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
-        ({"shares": (0.0, 0.1)}, SHARES),
-        ({"shares": ()}, "shares must lie between 0 and 1"),
-        ({"groups": "author"}, "author"),
-        ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "seen"), [
+    ({"budget": 8}, f"{FEW}8 and 5"),
+    ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
+    ({"shares": (0.0, 0.1)}, SHARES),
+    ({"shares": ()}, "shares must lie between 0 and 1"),
+    ({"groups": "author"}, "author"),
+    ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
+])  # fmt: skip
 def test_trials_that_cannot_be_made_are_refused(scores, changes, seen):
     training = Training()
     with pytest.raises(UnknownNameError if seen == "author" else InvalidInputError, match=seen):
@@ -362,8 +345,6 @@ def test_damaged_trials_are_told_and_trials_go_with_their_scores(tmp_path):
 
 
 # ------------------------------------------------------------------------ repair
-
-
 def test_a_repair_is_the_smallest_set_whose_interval_reaches_the_goal(tried):
     target = 3
     order = np.argsort(-tried.numpy()[:, target], kind="stable")
@@ -400,9 +381,8 @@ def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     training = Training()
     found = repair(tried, 3, -0.2, train_fn=training, targets=ASKED, budget=4)
     rows = without(found.rows)
-    assert sorted(training.calls) == sorted(
-        (len(part), seed) for part in (rows, EVERYTHING) for seed in (1000, 1001)
-    )
+    calls = [(len(part), seed) for part in (rows, EVERYTHING) for seed in (1000, 1001)]
+    assert sorted(training.calls) == sorted(calls)
     changes = [
         output(rows, training.drawn(rows, seed)) - output(EVERYTHING, training.drawn(EVERYTHING, seed))
         for seed in (1000, 1001)
@@ -416,18 +396,15 @@ def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     assert len(found.to_json()["measured"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "seen"),
-    [
-        ({"target": M}, f"{M}"),
-        ({"goal": 0.0}, "goal must be a change other than 0"),
-        ({"goal": np.nan}, "got nan"),
-        ({"most": 1.0}, "most a share of at least one of 120 rows but not all"),
-        ({"chance": 0.5}, "chance must lie between 0.5 and 1, got 0.5"),
-        ({"train_fn": Training()}, "A test needs train_fn, targets and a budget of at least 2"),
-        ({"train_fn": Training(), "targets": ASKED, "budget": 1}, "budget=1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "seen"), [
+    ({"target": M}, f"{M}"),
+    ({"goal": 0.0}, "goal must be a change other than 0"),
+    ({"goal": np.nan}, "got nan"),
+    ({"most": 1.0}, "most a share of at least one of 120 rows but not all"),
+    ({"chance": 0.5}, "chance must lie between 0.5 and 1, got 0.5"),
+    ({"train_fn": Training()}, "A test needs train_fn, targets and a budget of at least 2"),
+    ({"train_fn": Training(), "targets": ASKED, "budget": 1}, "budget=1"),
+])  # fmt: skip
 def test_repairs_that_cannot_be_asked_for_are_refused(scores, changes, seen):
     with pytest.raises(InvalidInputError, match=seen):
         repair(scores, **{"target": 0, "goal": -1.0, **changes})

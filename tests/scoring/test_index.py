@@ -1,7 +1,5 @@
 """Top rows by an index, against all scores in NumPy: their scores, the recall that is stated, and what may go wrong."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -44,14 +42,11 @@ def brute_force(rows, method=METHOD):
 MANY = decaying(N, 560)
 METHODS = {
     "GaussNewton": (METHOD, 0.9),
-    "q inside, weights of both signs": (
-        GaussNewton(damping=0.3, q="inside", checkpoint_weights=(1.5, -1.0)),
-        0.9,
-    ),
+    "q inside, weights of both signs": (GaussNewton(damping=0.3, q="inside", checkpoint_weights=(1.5, -1.0)), 0.9),
     "GradDot": (GradDot(), 0.9),
     "GradCos": (GradCos(), 0.9),
     "so few candidates that rows are lost": (GaussNewton(damping=0.1), 0.5),
-}
+}  # fmt: skip
 
 
 def indexed(made, targets, name, k=3, recall=0.9, **more):
@@ -89,17 +84,14 @@ def lower_bound(mean, count):
 
 @pytest.fixture(scope="module")
 def made():
-    """A store with a set of targets of which a quarter is measured."""
     return MANY.attributor(method=METHOD)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_of_an_index_have_their_scores_and_the_stated_recall_is_that_of_numpy(made, name):
     method, recall = METHODS[name]
-
     found = indexed(made, MANY.targets, "many", 10, recall, method=method)
     again = indexed(made, MANY.targets, "many", 10, recall, method=method)
-
     scores, said = brute_force(MANY, method), found.settings
     check_scores(found, scores, 10)
     known = recall_of(found, scores, 10)
@@ -124,7 +116,6 @@ def test_a_bound_is_stated_for_no_set_but_the_measured_one():
     made = one.attributor(method=GradDot())
     first = indexed(made, plane, "both", 10)
     made.drop_scores("both", features=True)
-
     for name, targets in (("plane", plane), ("other", other), ("small", other[:, :128]), ("both", other)):
         found = indexed(made, targets, name, 10)
         scores = brute_force(Drawn(rows[None], targets, one.q, one.w, WIDTHS), GradDot())
@@ -142,9 +133,7 @@ def test_narrow_rows_and_rows_of_low_rank_are_scored_as_they_are_stored(rows):
         few.train, method = np.stack([line * c for c in range(C)]), GradDot()
     else:
         dtype = rows
-
     found = indexed(few.attributor(dtype=dtype, method=method), few.targets, "new")
-
     assert "candidates" in found.settings
     stored = np.stack([table.read("features") for table in found.source.train])
     assert np.array_equal(stored, few.train) == (dtype == "float32")
@@ -155,9 +144,7 @@ def test_narrow_rows_and_rows_of_low_rank_are_scored_as_they_are_stored(rows):
 def test_equal_rows_are_returned_in_the_order_of_their_numbers():
     few = decaying(N // 4, 160)
     rows = Drawn(np.tile(few.train, (1, 4, 1)), few.targets, np.tile(few.q, 4), np.tile(few.w, 4), WIDTHS)
-
     found = indexed(rows.attributor(method=METHOD), few.targets, "new", 8, 0.96)
-
     assert "candidates" in found.settings
     for sign in ENDS:
         for own, values in zip(*found.top(8, sign=sign), strict=True):
@@ -215,9 +202,8 @@ def test_an_interrupted_build_is_continued_and_readers_take_a_complete_index(tmp
         for one, other in zip(*(scores.top(3, sign=sign) for scores in found), strict=True):
             np.testing.assert_array_equal(one, other)
     stores = [scores.source.store for scores in found]
-    tables, others = (
-        [path for path in store.table_names("index") if path.endswith("/rows")] for store in stores
-    )
+    names = (store.table_names("index") for store in stores)
+    tables, others = ([path for path in own if path.endswith("/rows")] for own in names)
     assert tables == others
     for path in tables:
         np.testing.assert_array_equal(*(store.open_table(path).read("features") for store in stores))
@@ -258,9 +244,7 @@ def test_the_index_of_other_rows_is_dropped_and_that_of_a_dropped_checkpoint_too
         getattr(longer, part)[:, :1000] = getattr(rows, part)
     longer.train[:, 1000:] = features(1100, 0)[:, 1000:] * 50
     longer.featurize(made, append=True)
-
     found = indexed(made, rows.targets, "measured")
-
     assert "candidates" in found.settings
     check_scores(found, brute_force(longer), 3)
     assert recall_of(found, brute_force(longer), 3) >= 0.9

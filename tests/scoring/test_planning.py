@@ -1,7 +1,5 @@
 """Plans: what they count is what the run has, what they advise fits, and they leave nothing behind."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 
@@ -27,9 +25,8 @@ def perceptron():
 
 
 def attributor(path, **settings):
-    return Attributor(
-        perceptron(), "image_classification", path, **{"proj_dim": 16, "progress": False, **settings}
-    )
+    settings = {"proj_dim": 16, "progress": False, **settings}
+    return Attributor(perceptron(), "image_classification", path, **settings)
 
 
 @pytest.mark.parametrize("cached_rows", [1, 1000], ids=["kernels stored", "kernels not stored"])
@@ -114,7 +111,6 @@ def test_what_does_not_fit_is_named_with_a_setting_that_does(tmp_path, monkeypat
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only tests move."""
     seconds = [0.0]
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(planning.time, name, lambda: seconds[0])
@@ -134,14 +130,10 @@ class Timed(TensorDataset):
         return [self[row] for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "total"),
-    [
-        (lambda rows: 12.0 if 0 in rows else 2.0, 10 + 13 * 2),
-        (lambda rows: 5.0 if 127 in rows else 2.0, 13 * 2.75),  # one in four commits a chunk
-    ],
-    ids=["first batch", "last batch of a chunk"],
-)
+@pytest.mark.parametrize(("seconds", "total"), [
+    (lambda rows: 12.0 if 0 in rows else 2.0, 10 + 13 * 2),
+    (lambda rows: 5.0 if 127 in rows else 2.0, 13 * 2.75),  # one in four commits a chunk
+], ids=["first batch", "last batch of a chunk"])  # fmt: skip
 def test_the_time_of_a_plan_is_that_of_its_batches(seconds, total, clock, monkeypatch):
     """400 rows in 13 batches of 2 s, some of which take longer."""
     monkeypatch.setattr("trak_lite.store._grid._FEWEST_ROWS_PER_COMMIT", 128)

@@ -1,10 +1,7 @@
 """Filters, weights and groups of train rows against NumPy on the whole matrix; what is read; stored columns."""
 
-from __future__ import annotations
-
 import json
 from datetime import date, datetime
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +25,8 @@ SOURCE = np.array(["web", "book", "code"])[np.arange(N) * 7 % 3]
 YEAR = 2020 + np.arange(N) // 12
 WEIGHT = np.linspace(-1.0, 2.0, N)
 COLUMNS = {
-    "source": SOURCE,
-    "year": torch.from_numpy(YEAR),
-    "weight": WEIGHT,
-    "short": WEIGHT.astype(np.float32),
-}
+    "source": SOURCE, "year": torch.from_numpy(YEAR), "weight": WEIGHT, "short": WEIGHT.astype(np.float32),
+}  # fmt: skip
 PLAIN = GradDot(q="off")
 
 
@@ -107,11 +101,8 @@ def test_the_best_rows_among_some_and_their_sums_are_those_of_the_matrix(
         expected = expected_top(dense, mask, weights, k, sign)
         check_top(best, expected, slice(None) if target is None else target)
 
-        found = scores.group(
-            None if len(labels) == len(np.unique(labels)) else labels,
-            columns if by_targets else None,
-            **choice,
-        )
+        each = len(labels) == len(np.unique(labels))
+        found = scores.group(None if each else labels, columns if by_targets else None, **choice)
 
         assert found.train_groups.tolist() == names.tolist()
         assert found.target_groups.tolist() == numbers.tolist()
@@ -126,7 +117,6 @@ def test_scores_are_filtered_weighted_and_grouped_by_stored_columns(made, dense)
     scores = made.score(TARGETS, dense=dense)
     matrix = scores.numpy()
     mask = (SOURCE == "web") & (YEAR != 2021)
-
     for sign in ("helpful", "harmful"):
         where = {"source": "web", "year": [2020, 2022]}
         top = scores.top(3, where=where, weights="weight", sign=sign)
@@ -146,7 +136,6 @@ def test_sums_keep_small_scores_beside_large_ones():
     """In float32 the sum of 1e8, 1 and -1e8 is 0."""
     ones = np.ones((1, 3))
     rows = Drawn(np.array([[[1e8], [1.0], [-1e8]]], np.float32), np.ones((1, 1, 1)), ones, ones, (1,))
-
     assert rows.scores(PLAIN).group([0, 0, 0]).sums.tolist() == [[1.0]]
 
 
@@ -183,16 +172,11 @@ def test_what_cannot_be_filtered_or_grouped_is_refused(made, tmp_path):
     rows = np.zeros((9, 2), np.float32)
     rows[6, 1] = 1e30
     ones, targets = np.ones((1, 9)), np.array([[[1, 0], [0, 1e30]]], np.float32)
-    large, even = (
-        Drawn(rows[None], targets, ones, ones, (2,)).scores(PLAIN, dense=False),
-        np.arange(9) % 2 == 0,
-    )
+    large = Drawn(rows[None], targets, ones, ones, (2,)).scores(PLAIN, dense=False)
+    even = np.arange(9) % 2 == 0
     for error, said, call in (
         *((InvalidInputError, "need those of all rows", lambda s=s: s.group(SOURCE)) for s in some),
-        *(
-            (InvalidInputError, "need those of all rows", lambda s=s: s.top(1, where=SOURCE == "web"))
-            for s in some
-        ),
+        *((InvalidInputError, "need those of all rows", lambda s=s: s.top(1, where=SOURCE == "web")) for s in some),
         *((InvalidInputError, "need those of all rows", lambda s=s: s.top(1, weights=WEIGHT)) for s in some),
         (UnknownNameError, "no columns of these train rows are stored", lambda: whole.group("source")),
         (UnknownNameError, "Unknown columns", lambda: scores.top(1, where={"sources": "web"})),
@@ -200,12 +184,9 @@ def test_what_cannot_be_filtered_or_grouped_is_refused(made, tmp_path):
         (UnknownNameError, "Unknown columns", lambda: scores.group("licence")),
         (NonFiniteError, "train row 6 for target 1 is inf", lambda: large.top(1, where=even)),
         (NonFiniteError, "train row 6 for target 1 is inf", lambda: large.top(1, where=even, target=1)),
-        (
-            InvalidInputError,
-            "'source' must hold one label for each of 30",
-            lambda: featurized(tmp_path / "rows.zarr", {"source": SOURCE[1:]}),
-        ),
-    ):
+        (InvalidInputError, "'source' must hold one label for each of 30",
+         lambda: featurized(tmp_path / "rows.zarr", {"source": SOURCE[1:]})),
+    ):  # fmt: skip
         with pytest.raises(error, match=said):
             call()
     assert not (tmp_path / "rows.zarr").exists()
@@ -218,9 +199,7 @@ def test_columns_are_stored_beside_the_rows_and_not_written_again(tmp_path, monk
     path = tmp_path / "rows.zarr"
     expected = featurized(path).score(TARGETS).group("source").sums
     opened = Attributor.open(path, perceptron(5))
-
     scores = opened.scores()
-
     for name, values in COLUMNS.items():
         np.testing.assert_array_equal(scores.columns[name].values, np.asarray(values))
     np.testing.assert_array_equal(scores.group("source").sums, expected)
@@ -241,9 +220,7 @@ def test_appended_rows_need_columns_of_all_rows():
     longer = labelled(N + 5, 0)
     made = attributor()
     made.featurize(TensorDataset(*(tensor[:N] for tensor in longer.tensors)), columns={"source": SOURCE})
-
     made.featurize(longer, append=True)
-
     assert made.score(TARGETS).columns == {}
     made.featurize(longer, columns={"source": [*SOURCE, *"abcde"]})
     assert made.scores().group("source").train_groups.tolist() == [*"ab", "book", "c", "code", *"de", "web"]
@@ -277,7 +254,7 @@ def as_bytes(text):
     return np.frombuffer(text.encode(), np.uint8)
 
 
-FOREIGN: dict[str, Any] = {
+FOREIGN = {
     "empty": b"\0",
     "nothing": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
     "noise": b"\xff" * 64,
@@ -301,7 +278,6 @@ def test_columns_that_are_damaged_or_of_somebody_else_are_refused_until_they_are
     arrays = {"name": as_bytes('"a"'), "labels": as_bytes('["x", "y"]'), "places": PLACES}
     entries.put(save(arrays))
     assert entries.scores.columns["a"].values.tolist() == ["x", "y", "y"]
-
     for name, content in FOREIGN.items():
         entries.put(content if isinstance(content, bytes) else save({**arrays, **content}))
         with pytest.raises(CorruptStoreError, match="cannot be read"):
@@ -329,7 +305,6 @@ def test_processes_that_store_other_columns_at_once_lose_none(tmp_path, monkeypa
 
     monkeypatch.setattr(ZarrFeatureStore, "put_entry", put_after_another)
     made = featurized(tmp_path / "rows.zarr", {"a": np.arange(N)})
-
     assert sorted(made.scores().columns) == ["a", "b"]
 
 
@@ -337,7 +312,6 @@ def test_dates_of_stored_columns_are_found_by_their_value():
     days = [date(2024, 1, 1 + row % 3) for row in range(N)]
     columns = {"day": days, "time": np.array(days, "datetime64[ns]"), "object": np.array(days, object)}
     scores = featurized(columns=columns).score(TARGETS)
-
     for name in columns:
         for value in ("2024-01-02", date(2024, 1, 2), datetime(2024, 1, 2), np.datetime64("2024-01-02")):
             found = scores.top(N, target=0, where={name: value}).indices
@@ -347,9 +321,7 @@ def test_dates_of_stored_columns_are_found_by_their_value():
 def test_a_selection_reads_the_columns_of_the_store(made):
     scores = made.score(TARGETS)
     old = YEAR < 2022
-
     found = select(scores, 9, "balanced", groups="source", where={"year": [2020, 2021]})
-
     expected = select(scores.numpy()[old], 9, "balanced", groups=SOURCE[old])
     assert found.indices.tolist() == np.flatnonzero(old)[expected.indices].tolist()
     given_data = select(scores, 2, where={"kind": "x"}, data={"kind": ["x"] * 15 + ["y"] * 15})

@@ -1,7 +1,5 @@
 """Methods on the same stored rows, paths of dampings, standard errors and agreement, against plain NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 
@@ -9,21 +7,8 @@ import numpy as np
 import pytest
 import reference
 import torch
+import view_cases as cases
 from tiny_runs import Counting
-from view_cases import (
-    DEFAULT,
-    KERNELS,
-    METHODS,
-    WIDTHS,
-    WITH_LAYOUT,
-    Drawn,
-    Given,
-    GivenTerms,
-    checkpoint_products,
-    drawn,
-    scores_of,
-    with_q,
-)
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import (
@@ -37,7 +22,10 @@ from trak_lite.methods import GaussNewton, GradCos, GradDot
 
 QS = ("outside", "inside", "off")
 WEIGHTS = {"mean": None, "rates": (0.1, 0.02, 3.0), "base": (1.0, -1.0, 0.0)}
-READINGS = [*((name, {}) for name in METHODS), *((name, {"layout": "joint"}) for name in WITH_LAYOUT)]
+READINGS = [
+    *((name, {}) for name in cases.METHODS),
+    *((name, {"layout": "joint"}) for name in cases.WITH_LAYOUT),
+]
 
 
 def close(found, expected, atol=1e-5):
@@ -47,52 +35,48 @@ def close(found, expected, atol=1e-5):
 @pytest.fixture(scope="module")
 def made():
     """The rows ``drawn()``; scores of every method are kept beside each other."""
-    return drawn().attributor()
+    return cases.drawn().attributor()
 
 
 @pytest.mark.parametrize(("name", "layout"), READINGS, ids=str)
 @pytest.mark.parametrize("q", QS)
 def test_every_method_equals_its_definition(made, name, layout, q):
     """All segments under one kernel with a joint layout; the score of a row for itself is its self-influence."""
-    rows = drawn()
-    products = checkpoint_products(rows, name, joint=bool(layout))
-    itself = checkpoint_products(Drawn(rows.train, rows.train, rows.q, rows.w), name, joint=bool(layout))
+    rows = cases.drawn()
+    products = cases.checkpoint_products(rows, name, joint=bool(layout))
+    itself = cases.checkpoint_products(
+        cases.Drawn(rows.train, rows.train, rows.q, rows.w), name, joint=bool(layout)
+    )
     for weights in WEIGHTS.values():
-        method = METHODS[name](q=q, checkpoint_weights=weights, **layout)
-
-        scores = scores_of(made, rows.targets, method=method, dense=weights is not None)
-
-        close(scores.numpy(), with_q(products, rows, q, weights))
-        close(scores.self_influence(), np.diagonal(with_q(itself, rows, q, weights)))
+        method = cases.METHODS[name](q=q, checkpoint_weights=weights, **layout)
+        scores = cases.scores_of(made, rows.targets, method=method, dense=weights is not None)
+        close(scores.numpy(), cases.with_q(products, rows, q, weights))
+        close(scores.self_influence(), np.diagonal(cases.with_q(itself, rows, q, weights)))
 
 
 @pytest.mark.parametrize("method", [GaussNewton(damping=1.0), GradDot(q="inside"), GradCos(q="off")], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
 def test_rows_of_several_tiles_are_scored_as_they_are_stored(method, dtype):
     """Targets of quantised rows keep their digits."""
-    rows = drawn(num_checkpoints=2, num_rows=1500)
-    stored = Drawn(rounded(rows.train, dtype), rows.targets, rows.q, rows.w)
+    rows = cases.drawn(num_checkpoints=2, num_rows=1500)
+    stored = cases.Drawn(rounded(rows.train, dtype), rows.targets, rows.q, rows.w)
     if dtype == "float16":
         stored.targets = rows.targets.astype(dtype)
-    expected = with_q(checkpoint_products(stored, method.name), rows, method.q)
-
+    expected = cases.with_q(cases.checkpoint_products(stored, method.name), rows, method.q)
     made = rows.attributor(dtype=dtype)
-    scores = scores_of(made, rows.targets, method=method, dense=False)
-
+    scores = cases.scores_of(made, rows.targets, method=method, dense=False)
     assert [table.spec.row_bytes for table in scores.source.train] == [made.row_bytes] * 2
     assert made.row_bytes == {"float32": 20, "float16": 10, "int8": 9, "int4": 7}[dtype] + 8
     for table, wanted in zip(scores.source.train, stored.train, strict=True):
         np.testing.assert_array_equal(table.read("features"), wanted)
     close(scores.numpy(), expected)
-    np.testing.assert_array_equal(scores_of(made, rows.targets, method=method).numpy(), scores.numpy())
-    itself = Drawn(stored.train, stored.train, rows.q, rows.w)
-    close(
-        scores.self_influence(), np.diagonal(with_q(checkpoint_products(itself, method.name), rows, method.q))
-    )
+    np.testing.assert_array_equal(cases.scores_of(made, rows.targets, method=method).numpy(), scores.numpy())
+    itself = cases.Drawn(stored.train, stored.train, rows.q, rows.w)
+    own = cases.with_q(cases.checkpoint_products(itself, method.name), rows, method.q)
+    close(scores.self_influence(), np.diagonal(own))
     close(scores.rows([4, 1499, 4, 1024]), expected[[4, 1499, 4, 1024]])
-    np.testing.assert_array_equal(
-        scores.top(9).indices, np.argsort(-scores.numpy(), axis=0, kind="stable")[:9].T
-    )
+    best = np.argsort(-scores.numpy(), axis=0, kind="stable")[:9].T
+    np.testing.assert_array_equal(scores.top(9).indices, best)
     errors = scores.standard_error()
     close(scores.standard_error([1499, 1023, 3], target=1), errors[[1499, 1023, 3], 1])
     pairs = np.array([[0, 1499, 4], [1025, 5, 1], [7, 1200, 1023], [1, 3, 3]])
@@ -111,10 +95,9 @@ def rounded(rows, dtype):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("factor", [1e8, 1e-12])
 def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, factor):
-    rows = drawn()
+    rows = cases.drawn()
     rows.train[0, 3] *= factor
-    table = scores_of(rows.attributor(dtype=dtype), rows.targets).source.train[0]
-
+    table = cases.scores_of(rows.attributor(dtype=dtype), rows.targets).source.train[0]
     np.testing.assert_array_equal(table.read("features"), rounded(rows.train[0], dtype))
     if factor > 1:
         with pytest.raises(PrecisionError, match=r"float16 cannot hold the features of rows \[3\]"):
@@ -125,18 +108,16 @@ def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, fact
 def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_that_are_not_finite(
     tmp_path, dtype
 ):
-    rows, state = drawn(1, 300), {**Given(WIDTHS).state_dict(), "number": torch.tensor(0)}
+    rows, state = cases.drawn(1, 300), {**cases.Given(cases.WIDTHS).state_dict(), "number": torch.tensor(0)}
     path = tmp_path / "a.zarr"
     made = rows.attributor(dtype=dtype, path=path, featurized=False)
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(rows.samples(), fail_at=290), name="train", batch_size=32), state)
-
-    found = scores_of(rows.attributor(path, dtype=dtype), rows.targets).numpy()
-
-    np.testing.assert_array_equal(found, scores_of(rows.attributor(dtype=dtype), rows.targets).numpy())
-    opened = Attributor.open(path, Given(WIDTHS), GivenTerms())
+    found = cases.scores_of(rows.attributor(path, dtype=dtype), rows.targets).numpy()
+    np.testing.assert_array_equal(found, cases.scores_of(rows.attributor(dtype=dtype), rows.targets).numpy())
+    opened = Attributor.open(path, cases.Given(cases.WIDTHS), cases.GivenTerms())
     assert opened.dtype == dtype
-    again = scores_of(opened, rows.targets, "again", checkpoints=[state], method=DEFAULT)
+    again = cases.scores_of(opened, rows.targets, "again", checkpoints=[state], method=cases.DEFAULT)
     np.testing.assert_array_equal(again.numpy(), found)
     other = {"int8": "int4", "int4": "int8"}[dtype]
     with pytest.raises(ManifestMismatchError, match=f"dtype is '{dtype}' there, '{other}' here"):
@@ -150,34 +131,33 @@ def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_th
 
 
 @pytest.mark.parametrize("powers", [(-7, 6), (-66, -66), (-110, -110)])
-@pytest.mark.parametrize("name", WITH_LAYOUT)
+@pytest.mark.parametrize("name", cases.WITH_LAYOUT)
 def test_the_scale_of_the_features_changes_nothing(name, powers):
     """Also that of all: the output may be in other units."""
-    scaled = drawn().scaled((2.0 ** powers[0], 2.0 ** powers[1])).scores(METHODS[name]())
-
-    close(scaled.numpy(), with_q(checkpoint_products(drawn(), name), drawn(), scaled.method.q))
+    scaled = cases.drawn().scaled((2.0 ** powers[0], 2.0 ** powers[1])).scores(cases.METHODS[name]())
+    close(
+        scaled.numpy(),
+        cases.with_q(cases.checkpoint_products(cases.drawn(), name), cases.drawn(), scaled.method.q),
+    )
 
 
 @pytest.mark.parametrize("layout", ["stored", "joint"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", cases.KERNELS)
 def test_a_path_of_dampings_equals_separate_solves(made, name, layout):
-    rows, dampings = drawn(), [1e-3, 0.7, 1e3]
-    scores = scores_of(made, rows.targets, method=METHODS[name](layout=layout))
-
+    rows, dampings = cases.drawn(), [1e-3, 0.7, 1e3]
+    scores = cases.scores_of(made, rows.targets, method=cases.METHODS[name](layout=layout))
     path = scores.damping_path(dampings)
-
     for found, damping in zip(path.numpy(), dampings, strict=True):
-        products = checkpoint_products(rows, name, damping, joint=layout == "joint")
-        expected = with_q(products, rows, scores.method.q)
+        products = cases.checkpoint_products(rows, name, damping, joint=layout == "joint")
+        expected = cases.with_q(products, rows, scores.method.q)
         close(found, expected, 1e-5 * np.abs(expected).max())
     close(path.rows([3, 19]), path.numpy()[:, [3, 19]])
 
 
 def test_a_path_answers_for_one_target_and_for_the_best_rows(made):
-    scores = scores_of(made, drawn().targets)
+    scores = cases.scores_of(made, cases.drawn().targets)
     path, some = scores.damping_path([0.1, 10]), scores.damping_path([0.1, 10], targets=slice(None, None, 2))
     dense = path.numpy()
-
     assert some.shape == (2, 20, 2)
     close(some.numpy(), dense[:, :, ::2])
     close(some.rows([5, 1]), dense[:, [5, 1], ::2])
@@ -192,28 +172,19 @@ def test_a_path_answers_for_one_target_and_for_the_best_rows(made):
 
 
 def test_a_segment_without_signal_adds_nothing_at_any_damping():
-    rows = drawn()
+    rows = cases.drawn()
     rows.train[:, :, 3:] = 0
-    alone = Drawn(rows.train[..., :3], rows.targets[..., :3], rows.q, rows.w, (3,))
-
+    alone = cases.Drawn(rows.train[..., :3], rows.targets[..., :3], rows.q, rows.w, (3,))
     path = rows.scores().damping_path([0.5]).numpy()[0]
+    close(path, cases.with_q(cases.checkpoint_products(alone, damping=0.5), rows, "outside"), 1e-6)
 
-    close(path, with_q(checkpoint_products(alone, damping=0.5), rows, "outside"), 1e-6)
 
-
-@pytest.mark.parametrize(
-    ("message", "call", "error"),
-    [
-        ("dampings is empty", lambda: drawn().scores().damping_path([]), InvalidInputError),
-        ("finite number of at least 0", lambda: drawn().scores().damping_path([1, -1]), InvalidInputError),
-        (
-            "no kernel, so it has no damping",
-            lambda: drawn().scores(GradDot()).damping_path([1]),
-            InvalidInputError,
-        ),
-        ("singular at lambda = 0", lambda: drawn(num_rows=2).scores().damping_path([0]), SingularKernelError),
-    ],
-)
+@pytest.mark.parametrize(("message", "call", "error"), [
+    ("dampings is empty", lambda: cases.drawn().scores().damping_path([]), InvalidInputError),
+    ("finite number of at least 0", lambda: cases.drawn().scores().damping_path([1, -1]), InvalidInputError),
+    ("no kernel, so it has no damping", lambda: cases.drawn().scores(GradDot()).damping_path([1]), InvalidInputError),
+    ("singular at lambda = 0", lambda: cases.drawn(num_rows=2).scores().damping_path([0]), SingularKernelError),
+])  # fmt: skip
 def test_what_has_no_answer_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -225,47 +196,40 @@ RUNS, MEMBERS = ["x", "y", "x", "z"], ([0, 2], [1], [3])
 def of_groups(rows, members, name="GaussNewton", q="outside"):
     """What each group of checkpoints alone scores, ``(G, N, M)``, with the mean q of the group."""
     parts = [rows.part(list(group)) for group in members]
-    return np.stack([with_q(checkpoint_products(part, name), part, q) for part in parts])
+    return np.stack([cases.with_q(cases.checkpoint_products(part, name), part, q) for part in parts])
 
 
 def mean_spearman(groups):
     """The mean over pairs of groups ``(G, n, M)``, for each target."""
     pairs = [*combinations(groups, 2)]
-    return np.array(
-        [
-            np.mean([reference.spearman(a[:, target], b[:, target]) for a, b in pairs])
-            for target in range(groups.shape[2])
-        ]
-    )
+    each = [[reference.spearman(*columns) for columns in zip(a.T, b.T, strict=True)] for a, b in pairs]
+    return np.mean(each, axis=0)
 
 
 @pytest.mark.parametrize("name", ["GaussNewton", "GradDot", "GradCos"])
 @pytest.mark.parametrize("q", ["inside", "off"])
 def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name, q):
     """The exact jackknife: each checkpoint is left out, and the rest is scored again."""
-    rows = drawn(num_checkpoints=4)
+    rows = cases.drawn(num_checkpoints=4)
     left = of_groups(rows, combinations(range(4), 3), name, q)
     expected = np.sqrt(3 / 4 * ((left - left.mean(0)) ** 2).sum(0))
-
-    errors = rows.scores(METHODS[name](q=q)).standard_error()
-
+    errors = rows.scores(cases.METHODS[name](q=q)).standard_error()
     np.testing.assert_allclose(errors, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("q", ["outside", "off"])
 @pytest.mark.parametrize("runs", [None, RUNS])
 def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
-    rows = drawn(num_checkpoints=4)
+    rows = cases.drawn(num_checkpoints=4)
     members = MEMBERS if runs else [[c] for c in range(4)]
     share = len(members) / 4
-    k = np.stack([share * checkpoint_products(rows)[m].sum(0) for m in members])
+    k = np.stack([share * cases.checkpoint_products(rows)[m].sum(0) for m in members])
     factors = np.ones((len(members), 1, 1))
     if q == "outside":
         factors = np.stack([share * rows.q[m].astype(np.float64).sum(0) for m in members])[:, :, None]
     change = factors.mean(0) * (k - k.mean(0)) + k.mean(0) * (factors - factors.mean(0))
     expected = np.sqrt((change**2).sum(0) / (len(members) * (len(members) - 1)))
-
-    scores = rows.scores(replace(DEFAULT, q=q))
+    scores = rows.scores(replace(cases.DEFAULT, q=q))
 
     def check(found, wanted):
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
@@ -282,13 +246,11 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
 @pytest.mark.parametrize("q", ["outside", "inside", "off"])
 def test_reliability_ranks_what_each_run_alone_scores(q):
     """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown."""
-    rows = drawn(num_checkpoints=4)
+    rows = cases.drawn(num_checkpoints=4)
     rows.train[:, 3:9] = 0
-    scores, alone = rows.scores(replace(DEFAULT, q=q)), of_groups(rows, MEMBERS, q=q).astype(np.float32)
+    scores, alone = rows.scores(replace(cases.DEFAULT, q=q)), of_groups(rows, MEMBERS, q=q).astype(np.float32)
     expected = mean_spearman(alone)
-
     found = scores.reliability(runs=RUNS, threshold=0.2)
-
     np.testing.assert_allclose(found.agreement, expected, atol=1e-12)
     positive = expected.clip(min=0)
     np.testing.assert_allclose(found.expected, 3 * positive / (1 + 2 * positive))
@@ -299,50 +261,43 @@ def test_reliability_ranks_what_each_run_alone_scores(q):
 
 
 def test_checkpoints_that_say_the_same_have_no_error_and_agree():
-    one = drawn(num_checkpoints=1)
-    same = Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
+    one = cases.drawn(num_checkpoints=1)
+    same = cases.Drawn(*(np.repeat(part, 3, axis=0) for part in (one.train, one.targets, one.q, one.w)))
     scores = same.scores()
-
     assert not scores.standard_error().any()
     np.testing.assert_allclose(scores.reliability().agreement, 1)
     np.testing.assert_allclose(scores.checkpoint_agreement(), 1)
 
 
 def test_scores_without_an_order_agree_with_nothing():
-    rows = drawn()
+    rows = cases.drawn()
     rows.train[0] = 0
-
     with pytest.warns(UserWarning, match="Featurizing 0: all .* are zero"):
-        scores = rows.scores(METHODS["GradDot"](q="off"))
+        scores = rows.scores(cases.METHODS["GradDot"](q="off"))
     agreement = scores.checkpoint_agreement()
-
     np.testing.assert_array_equal(agreement[0, 1:], 0)
     assert agreement[1, 2] != 0
 
 
 def test_subtracted_base_models_have_errors_over_runs():
-    rows = drawn(num_checkpoints=4)
-    k = checkpoint_products(rows)
+    rows = cases.drawn(num_checkpoints=4)
+    k = cases.checkpoint_products(rows)
     each = np.stack([2 * (k[0] - k[1]), 2 * (k[2] - k[3])])
-
-    scores = rows.scores(replace(DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1)))
-
+    scores = rows.scores(replace(cases.DEFAULT, q="off", checkpoint_weights=(1, -1, 1, -1)))
     expected = each.std(0, ddof=1) / np.sqrt(2)
     np.testing.assert_allclose(scores.standard_error(runs=[0, 0, 1, 1]), expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("message", "checkpoints", "weights", "runs"),
-    [
-        ("runs has 2 labels, but 4 checkpoints", 4, None, ["a", "b"]),
-        ("at least 2 runs, got 1", 4, None, ["a"] * 4),
-        ("the checkpoints are not repeats of one measurement", 4, (1, -1, 1, -1), None),
-        ("at least 2 checkpoints, got 1", 1, None, None),
-    ],
-)
+@pytest.mark.parametrize(("message", "checkpoints", "weights", "runs"), [
+    ("runs has 2 labels, but 4 checkpoints", 4, None, ["a", "b"]),
+    ("at least 2 runs, got 1", 4, None, ["a"] * 4),
+    ("the checkpoints are not repeats of one measurement", 4, (1, -1, 1, -1), None),
+    ("at least 2 checkpoints, got 1", 1, None, None),
+])  # fmt: skip
 def test_groups_that_mean_nothing_are_refused(message, checkpoints, weights, runs):
-    scores = drawn(num_checkpoints=checkpoints).scores(replace(DEFAULT, checkpoint_weights=weights))
-
+    scores = cases.drawn(num_checkpoints=checkpoints).scores(
+        replace(cases.DEFAULT, checkpoint_weights=weights)
+    )
     with pytest.raises(InvalidInputError, match=message):
         scores.standard_error(runs=runs)
     with pytest.raises(InvalidInputError, match=message):

@@ -1,13 +1,11 @@
 """Scores split over tokens, against one backward pass per token."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import CubeWithoutForwardMode
+from tiny_runs import CubeWithoutForwardMode, LanguageModel
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -17,20 +15,6 @@ from trak_lite.methods import TRAK, Fisher, GradDot, TracIn
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, QuestionsModelOutput
 
 VOCABULARY, LENGTH, N, M = 7, 6, 5, 3
-
-
-class LanguageModel(nn.Module):
-    """Says the next token from the mean of those before."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.head = nn.Linear(4, VOCABULARY)
-
-    def forward(self, input_ids):
-        counts = torch.arange(1, input_ids.shape[1] + 1).view(1, -1, 1)
-        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1) / counts))
 
 
 def tokens(count, seed):
@@ -43,7 +27,7 @@ def tokens(count, seed):
 
 
 TRAIN, TARGETS = tokens(N, 0), tokens(M, 1)
-WEIGHTS = [LanguageModel(seed).state_dict() for seed in (0, 1)]
+WEIGHTS = [LanguageModel(seed=seed).state_dict() for seed in (0, 1)]
 
 
 def attributor(**settings):
@@ -77,29 +61,24 @@ def token_gradients(model, ids, labels, names=None, output="log_prob"):
     return found
 
 
-@pytest.mark.parametrize(
-    ("output", "settings", "in_one_pass"),
-    [
-        ("log_prob", {}, True),
-        ("margin", {"layout": "joint"}, True),
-        ("log_prob", {"grad_wrt": ["head.weight"]}, True),
-        ("log_prob", {"projector": "none"}, True),
-        ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("output", "settings", "in_one_pass"), [
+    ("log_prob", {}, True),
+    ("margin", {"layout": "joint"}, True),
+    ("log_prob", {"grad_wrt": ["head.weight"]}, True),
+    ("log_prob", {"projector": "none"}, True),
+    ("log_prob", {"projector": "gaussian", "layout": "joint"}, False),
+], ids=str)  # fmt: skip
 def test_tokens_add_the_product_of_their_own_gradient_with_the_target(output, settings, in_one_pass):
     """By one forward pass for each target and checkpoint, or by the gradients of the tokens for all targets."""
     made = attributor(proj_dim=16, task=CausalLanguageModelingModelOutput(output=output), **settings)
     scores = made.score(TARGETS, method=GradDot(q="off"))
-    passes: list[int] = []
+    passes = []
     made.model.register_forward_pre_hook(lambda *_: passes.append(1))
     counts = []
     for targets in ([1], [1, 2]):
         del passes[:]
         found = token_scores(scores, Rows(TRAIN, batch_size=4), [4], targets=targets)[4]
         counts.append(len(passes))
-
     assert counts[1] - counts[0] == (len(WEIGHTS) if in_one_pass else 0)
     expected = np.zeros((LENGTH, 2))
     for model_id, weights in enumerate(WEIGHTS):
@@ -117,25 +96,19 @@ def test_tokens_add_the_product_of_their_own_gradient_with_the_target(output, se
     assert not found[[0, 2]].any()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        None,
-        Fisher(q="outside"),
-        TRAK(damping=0.1, layout="stored"),
-        Fisher(checkpoint_weights=(1.0, -0.5), q="off"),
-        TracIn(learning_rates=(0.5, 0.1)),
-        "EKFAC",
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("method", [
+    None,
+    Fisher(q="outside"),
+    TRAK(damping=0.1, layout="stored"),
+    Fisher(checkpoint_weights=(1.0, -0.5), q="off"),
+    TracIn(learning_rates=(0.5, 0.1)),
+    "EKFAC",
+], ids=str)  # fmt: skip
 def test_tokens_add_up_to_the_score_of_their_row(plain, method):
     """And the model and the store stay as they were."""
     scores, weights = plain.score(TARGETS, method=method), copy.deepcopy(plain.model.state_dict())
     before = scores.numpy()
-
     found = token_scores(scores, TRAIN, range(N), targets=[2, 0, -2])
-
     close(np.stack([found[row].sum(0) for row in range(N)]), before[:, [2, 0, 1]])
     assert token_scores(scores, TRAIN, [1], targets=[])[1].shape == (LENGTH, 0)
     np.testing.assert_array_equal(plain.score(TARGETS, method=method).numpy(), before)
@@ -146,9 +119,7 @@ def test_labels_that_are_not_shifted_keep_their_place():
     task = CausalLanguageModelingModelOutput(shift=False)
     made = attributor(task=task)
     scores = made.score(TARGETS)
-
     found = token_scores(scores, TRAIN, [1])[1]
-
     assert np.flatnonzero(found.any(1)).tolist() == [0, 1, 3, 4, 5]
     close(found.sum(0), scores.numpy()[1])
 
@@ -206,33 +177,16 @@ def unit_rows():
     return token_scores(attributor(normalize="unit").score(TARGETS), TRAIN, [0])
 
 
-@pytest.mark.parametrize(
-    ("said", "call", "error"),
-    [
-        (
-            "divide train rows by their norms",
-            lambda s: token_scores(s("GradCos"), TRAIN, [0]),
-            InvalidInputError,
-        ),
-        ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
-        ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
-        (
-            "'image_classification', whose output is not a sum",
-            lambda _: of_images("gap", task=gap),
-            InvalidInputError,
-        ),
-        *(
-            (
-                "rows must be whole numbers from 0 to 4",
-                lambda s, rows=rows: token_scores(s(), TRAIN, rows),
-                InvalidInputError,
-            )
-            for rows in ([], [N], [-1], [0.5])
-        ),
-        ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
-        ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
-    ],
-)
+@pytest.mark.parametrize(("said", "call", "error"), [
+    ("divide train rows by their norms", lambda s: token_scores(s("GradCos"), TRAIN, [0]), InvalidInputError),
+    ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
+    ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
+    ("'image_classification', whose output is not a sum", lambda _: of_images("gap", task=gap), InvalidInputError),
+    *(("rows must be whole numbers from 0 to 4", lambda s, rows=rows: token_scores(s(), TRAIN, rows),
+      InvalidInputError) for rows in ([], [N], [-1], [0.5])),
+    ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
+    ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
+])  # fmt: skip
 def test_what_cannot_be_split_over_tokens_is_refused(plain, call, error, said):
     with pytest.raises(error, match=said):
         call(lambda method=None: plain.score(TARGETS, method=method))
@@ -251,8 +205,6 @@ class BackwardOnly(LanguageModel):
 
 
 class Half(LanguageModel):
-    """Has weights in float16."""
-
     def forward(self, input_ids):
         return super().forward(input_ids).float()
 
@@ -260,15 +212,11 @@ class Half(LanguageModel):
 LENGTHS = [(torch.arange(length) % VOCABULARY,) * 2 for length in (4, LENGTH, 3)]
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "method", "tolerance"),
-    [
-        (BackwardOnly(), TRAIN, "auto", 1e-3),
-        (BackwardOnly(4), LENGTHS, "auto", 1e-3),
-        (Half().half(), TRAIN, TRAK(damping=1e8), 1e-2),
-    ],
-    ids=["none", "for some rows", "float16"],
-)
+@pytest.mark.parametrize(("model", "data", "method", "tolerance"), [
+    (BackwardOnly(), TRAIN, "auto", 1e-3),
+    (BackwardOnly(4), LENGTHS, "auto", 1e-3),
+    (Half().half(), TRAIN, TRAK(damping=1e8), 1e-2),
+], ids=["none", "for some rows", "float16"])  # fmt: skip
 def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method, tolerance):
     """Preconditioned targets of the last one are about 1e-8, which float16 rounds to zero."""
     settings = {"proj_dim": 64, "dtype": "float32", "method": method}
@@ -276,9 +224,7 @@ def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method
     train = Rows(data, batch_size=1) if data is LENGTHS else Rows(data)
     made.featurize(train)
     scores = made.score(TARGETS)
-
     found = token_scores(scores, train, range(len(data)))
-
     summed = np.stack([found[row].sum(0) for row in range(len(data))])
     close(summed, scores.numpy(), tolerance, tolerance / 2)
 
@@ -295,10 +241,8 @@ class Weighted(LanguageModel):
 def test_tokens_of_texts_with_a_column_of_strings_have_the_scores_of_numbers(method):
     found = []
     for as_source in (str, lambda number: torch.tensor(float(number))):
-        data = [
-            {"input_ids": ids, "labels": labels, "source": as_source(row % 3 + 1)}
-            for row, (ids, labels) in enumerate(TRAIN)
-        ]
+        sources = [as_source(row % 3 + 1) for row in range(len(TRAIN))]
+        data = [{"input_ids": x, "labels": y, "source": s} for (x, y), s in zip(TRAIN, sources, strict=True)]
         settings = {"proj_dim": 64, "dtype": "float32", "batch_size": 4, "progress": False}
         made = Attributor(Weighted(), "causal_language_modeling", None, **settings)
         made.featurize(Rows(data, name="texts"))

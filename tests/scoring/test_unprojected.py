@@ -1,7 +1,5 @@
 """Scores of unprojected gradients, streamed or of candidates, against loops of autograd and stored whole gradients."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 
@@ -50,7 +48,6 @@ def whole(normalize):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Unprojected scores of all rows by EK-FAC."""
     return streamed(METHOD)
 
 
@@ -73,10 +70,8 @@ def gradients(state, data):
     net.load_state_dict(state)
     inputs, labels = data.tensors
     logits = net(inputs.double())
-    rows = [
-        torch.autograd.grad(f, list(net.parameters()), retain_graph=True)
-        for f in reference.margin(logits, labels)
-    ]
+    outputs, parameters = reference.margin(logits, labels), list(net.parameters())
+    rows = [torch.autograd.grad(f, parameters, retain_graph=True) for f in outputs]
     flat = torch.stack([torch.cat([grad.flatten() for grad in row]) for row in rows])
     return flat.numpy(), reference.out_to_loss_grad(logits, labels)
 
@@ -84,10 +79,8 @@ def gradients(state, data):
 @pytest.mark.quick
 @pytest.mark.parametrize("q", ["inside", "outside", "off"])
 def test_graddot_is_the_product_of_gradients_of_autograd(q):
-    found = attributor().stream_scores(
-        Rows(TRAIN, batch_size=7), TARGETS, method=GradDot(q=q), checkpoints=STATES
-    )
-
+    train, method = Rows(TRAIN, batch_size=7), GradDot(q=q)
+    found = attributor().stream_scores(train, TARGETS, method=method, checkpoints=STATES)
     products, weights = [], []
     for state in STATES:
         (rows, out_to_loss), (targets, _) = gradients(state, TRAIN), gradients(state, TARGETS)
@@ -115,7 +108,6 @@ METHODS = [
 def test_streamed_scores_are_those_of_stored_whole_gradients(method, settings):
     default = None if method == EKFAC() else method
     found = streamed(default, attributor(**settings), Rows(TARGETS, batch_size=2))
-
     close(found, whole(settings.get("normalize", "none")).score(TARGETS, method=method))
     assert found.method == method
     assert found.to_pandas().shape == (N, M)
@@ -127,18 +119,14 @@ def test_streamed_scores_are_those_of_stored_whole_gradients(method, settings):
 @pytest.mark.parametrize("max_bytes", [1, 3000])
 def test_few_bytes_take_more_passes_and_give_the_same_scores(expected, max_bytes):
     train = Counting(TRAIN)
-
-    found = attributor().stream_scores(
-        train, TARGETS, method=METHOD, checkpoints=iter(STATES), max_bytes=max_bytes
-    )
-
+    settings = {"method": METHOD, "checkpoints": iter(STATES), "max_bytes": max_bytes}
+    found = attributor().stream_scores(train, TARGETS, **settings)
     assert len(train.loaded) > 4 * 2 * N  # two passes of the fit, and more than two of the products
     close(found, expected, rtol=1e-5)
 
 
 def test_the_k_strongest_rows_are_those_of_all_scores():
     scores, few = streamed(), streamed(k=4)
-
     for sign in ("helpful", "harmful"):
         for count in (1, 4):
             one, other = few.top(count, sign=sign), scores.top(count, sign=sign)
@@ -162,10 +150,8 @@ def test_only_the_fit_is_stored_and_found_again(tmp_path):
     assert not path.exists()
     train, again = Counting(TRAIN), Counting(TRAIN)
     first = attributor(path).stream_scores(Rows(train, name="train"), TARGETS, method="EKFAC")
-
     made = attributor(path)
     second = made.stream_scores(Rows(again, name="train"), TARGETS, method=EKFAC())
-
     np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
     assert len(again.loaded) <= len(train.loaded) - 2 * N + 8  # without the two passes of the fit
     made.featurize(Rows(again, name="train"))
@@ -178,20 +164,17 @@ def test_only_the_fit_is_stored_and_found_again(tmp_path):
 SPACE, PLAIN = r"needs stored feature rows.*EKFAC", GradDot(q="off")
 
 
-@pytest.mark.parametrize(
-    ("said", "call"),
-    [
-        *((SPACE, lambda m=m: streamed(m)) for m in (GaussNewton(), Fisher(), TRAK())),
-        (SPACE, lambda: Refine(method=GaussNewton())),
-        ("candidates", lambda: Refine(candidates=0)),
-        ("do not support normalize='adam'", lambda: streamed(PLAIN, attributor(normalize="adam"))),
-        ("support normalize='adam_update'", lambda: streamed(PLAIN, attributor(normalize="adam_update"))),
-        ("learning_rates has 3 numbers", lambda: streamed(TracIn(learning_rates=(1, 2, 3)))),
-        ("checkpoints is empty", lambda: streamed(checkpoints=[])),
-        ("k must", lambda: streamed(k=0)),
-        ("max_bytes", lambda: streamed(max_bytes=-1)),
-    ],
-)
+@pytest.mark.parametrize(("said", "call"), [
+    *((SPACE, lambda m=m: streamed(m)) for m in (GaussNewton(), Fisher(), TRAK())),
+    (SPACE, lambda: Refine(method=GaussNewton())),
+    ("candidates", lambda: Refine(candidates=0)),
+    ("do not support normalize='adam'", lambda: streamed(PLAIN, attributor(normalize="adam"))),
+    ("support normalize='adam_update'", lambda: streamed(PLAIN, attributor(normalize="adam_update"))),
+    ("learning_rates has 3 numbers", lambda: streamed(TracIn(learning_rates=(1, 2, 3)))),
+    ("checkpoints is empty", lambda: streamed(checkpoints=[])),
+    ("k must", lambda: streamed(k=0)),
+    ("max_bytes", lambda: streamed(max_bytes=-1)),
+])  # fmt: skip
 def test_what_cannot_be_streamed_is_refused(call, said):
     with pytest.raises(InvalidInputError, match=said):
         call()
@@ -200,11 +183,8 @@ def test_what_cannot_be_streamed_is_refused(call, said):
 def test_scores_that_are_not_computed_from_stored_rows_say_what_they_lack():
     scores, broken = streamed(), TRAIN.tensors[0].clone()
     for call in (
-        scores.self_influence,
-        scores.reliability,
-        lambda: scores.damping_path([1.0]),
-        lambda: scores.run,
-    ):
+        scores.self_influence, scores.reliability, lambda: scores.damping_path([1.0]), lambda: scores.run,
+    ):  # fmt: skip
         with pytest.raises(StateError, match="not computed from stored rows"):
             call()
     broken[17] = torch.nan
@@ -215,9 +195,7 @@ def test_scores_that_are_not_computed_from_stored_rows_say_what_they_lack():
 def test_a_second_question_in_memory_may_be_about_other_train_data(expected):
     made, other = attributor(), labelled(N, 7)
     streamed(METHOD, made)
-
     second = made.stream_scores(other, TARGETS, checkpoints=STATES, method=METHOD).numpy()
-
     fresh = attributor().stream_scores(other, TARGETS, checkpoints=STATES, method=METHOD)
     close(second, fresh, rtol=1e-6)
     assert not np.allclose(expected, second)
@@ -227,9 +205,7 @@ def test_a_second_question_in_memory_may_be_about_other_train_data(expected):
 @pytest.mark.quick
 def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expected):
     coarse = made.score(TARGETS, dense=False)
-
     refined = made.score(TARGETS, refine=Refine(candidates=5, method=METHOD))
-
     exact, found = expected.numpy(), refined.numpy()
     known = ~np.isnan(found)
     np.testing.assert_allclose(found[known], exact[known], rtol=1e-4, atol=1e-5 * abs(exact).max())
@@ -249,7 +225,6 @@ def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expe
 @pytest.mark.parametrize("max_bytes", [1, 1 << 30])
 def test_all_rows_as_candidates_give_all_unprojected_scores(made, expected, max_bytes):
     refined = made.score(TARGETS, refine=Refine(candidates=1000, method=METHOD, max_bytes=max_bytes))
-
     close(refined.numpy(), expected)
     assert refined.top(N + 1).indices.shape == (M, N)
 
@@ -261,10 +236,8 @@ def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog):
     coarse = made.score(TARGETS, dense=False)
     ends = [coarse.top(3, sign=sign).indices for sign in ("helpful", "harmful")]
     train.loaded.clear()
-
     with caplog.at_level(logging.INFO, "trak_lite"):
         refined = made.score(TARGETS, refine=Refine(candidates=3, method={"name": "GradDot"}))
-
     assert set(train.loaded) <= set(np.concatenate(ends, 1).flatten()) | set(range(8)), "and a few compared"
     pairs = zip(refined.top(3).indices, ends[0], strict=True)
     overlap = np.mean([len(set(a) & set(b)) / 3 for a, b in pairs])
@@ -281,10 +254,8 @@ def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog):
 def test_a_process_without_the_train_data_is_refused_with_advice(tmp_path):
     attributor(tmp_path / "store").featurize(TRAIN)
     again = Attributor.open(tmp_path / "store", model())
-
     with pytest.raises(StateError, match=r"refine computes gradients.*Call featurize\(train_data"):
         again.score(TARGETS, refine=Refine(candidates=3, method="GradDot"))
-
     assert again.featurize(TRAIN).rows_written == 0
     assert again.score(TARGETS, refine=Refine(candidates=3, method="GradDot")).shape == (N, M)
 
@@ -292,9 +263,7 @@ def test_a_process_without_the_train_data_is_refused_with_advice(tmp_path):
 def test_fewer_candidates_after_more_are_fewer(made):
     """The store caches the larger result."""
     many = made.score(TARGETS, refine=Refine(candidates=8, method=GradDot()))
-
     few = made.score(TARGETS, refine=Refine(candidates=2, method=GradDot()))
-
     assert (np.isfinite(many.numpy()).sum(0) > 8).all()
     assert (np.isfinite(few.numpy()).sum(0) == 4).all()
     assert few.top(2).indices.shape == (M, 2)
@@ -304,10 +273,8 @@ def test_fewer_candidates_after_more_are_fewer(made):
 def test_convergence_is_in_the_order_of_the_checkpoints(made):
     method = CG(tolerance=0.03)
     reverse = [*STATES][::-1]
-
     refined = made.score(TARGETS, "reverse", checkpoints=reverse, refine=Refine(candidates=3, method=method))
     others = streamed(method, checkpoints=reverse)
-
     assert len(refined.convergence) == len(STATES)
     for one, other in zip(refined.convergence, others.convergence, strict=True):
         np.testing.assert_array_equal(one.iterations, other.iterations)

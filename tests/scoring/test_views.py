@@ -1,7 +1,5 @@
 """Methods through the facade: stored rows are read again, never computed again; what is kept where; what is refused."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import re
@@ -37,26 +35,20 @@ def made():
     return featurized(layout="module")
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        TRAK(damping=None, layout="stored"),
-        TracIn(learning_rates=[0.1, 0.2, 0.3]),
-        GaussNewton(layout="joint"),
-    ],
-    ids=lambda method: method.name,
-)
+@pytest.mark.parametrize("method", [
+    TRAK(damping=None, layout="stored"),
+    TracIn(learning_rates=[0.1, 0.2, 0.3]),
+    GaussNewton(layout="joint"),
+], ids=lambda method: method.name)  # fmt: skip
 def test_another_method_stores_no_gradient(made, method):
     data = Counting(TARGETS)
     targets = Rows(data, name="targets")
     before = made.score(targets, name=method.name).numpy()
     said = {key: value for key, value in method.to_json().items() if key != "name" and value is not None}
     said |= {"method": method.name, "checkpoints": 3}
-
     for dense in (True, False):
         data.loaded.clear()
         other = made.score(targets, name=method.name, dense=dense, method=method)
-
         assert len(data.loaded) == M, "the targets of one checkpoint are compared, nothing is computed anew"
         assert not np.allclose(other.numpy(), before)
         found = made.scores(method.name, dense=dense, method=method)
@@ -69,7 +61,6 @@ def test_another_method_stores_no_gradient(made, method):
 def test_settings_that_say_what_holds_anyway_give_the_same_table():
     made = featurized(layout="joint")
     first, joint = made.score(TARGETS, name="test"), {"name": "GaussNewton", "layout": "joint"}
-
     for method in (GaussNewton(damping=None, layout="joint", q="outside"), "gaussnewton", joint):
         assert made.score(TARGETS, name="test", method=method).location == first.location
     assert first.source.store.table_names("scores") == ["scores/test"]
@@ -80,16 +71,13 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     made = featurized(tmp_path / "a.zarr")
     by_default = made.score(TARGETS, name="test").numpy()
     expected = made.score(TARGETS, name="test", method="GradDot").numpy()
-
     opened = Attributor.open(tmp_path / "a.zarr", model())
     again = Attributor.open(tmp_path / "a.zarr", model(), method="GradDot")
-
     for dense in (True, False):
         np.testing.assert_array_equal(opened.scores("test", method="GradDot", dense=dense).numpy(), expected)
     for call in (lambda: again.scores("test"), lambda: again.score(TARGETS, name="test")):
-        with pytest.raises(
-            ManifestMismatchError, match=r"method\.name is 'GaussNewton' there, 'GradDot' here"
-        ):
+        said = r"method\.name is 'GaussNewton' there, 'GradDot' here"
+        with pytest.raises(ManifestMismatchError, match=said):
             call()
     other = again.score(TARGETS, name="other", checkpoints=states()).numpy()
     np.testing.assert_array_equal(other, expected)
@@ -113,7 +101,6 @@ def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same
         with pytest.raises(StateError, match=said):
             again.score(TARGETS, name="test", method=method, dense=dense, checkpoints=states())
     assert again.featurize(train, checkpoints=states()).rows_written == 0
-
     data.loaded.clear()
     first = again.score(TARGETS, name="test", method=method).numpy()
     assert len(data.loaded) >= 3 * N
@@ -157,25 +144,22 @@ def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(tmp_path,
         np.testing.assert_array_equal(sparse.top(k).indices, dense.top(k).indices)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda s: s.standard_error([]), "rows must be whole numbers from 0 to 29"),
-        (lambda s: s.standard_error([30]), "from 0 to 29"),
-        (lambda s: s.standard_error([0.5]), "whole numbers"),
-        (lambda s: s.standard_error([[0], [1]]), r"for all targets \(4, k\), got int64 of shape \(2, 1\)"),
-        (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
-        (lambda s: s.standard_error(target=4), "no target 4"),
-        (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
-        (lambda s: s.top(0), "k must be an integer of at least 1"),
-        (lambda s: s.top(3, target=M), "no target 4: 'targets' has targets 0 to 3"),
-        (lambda s: s.top(3, sign="good"), r"sign must be one of \['harmful', 'helpful'\]"),
-        (lambda s: s.group([1, 2]), "one label for each of 30, got an array of shape"),
-        (lambda s: s.group([[0] * 30]), r"one label for each of 30, got an array of shape \(1, 30\)"),
-        (lambda s: s.group(targets=[0] * 5), "labels of targets must hold one label for each of 4"),
-        (lambda s: s.group(), "No labels were given to group by"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda s: s.standard_error([]), "rows must be whole numbers from 0 to 29"),
+    (lambda s: s.standard_error([30]), "from 0 to 29"),
+    (lambda s: s.standard_error([0.5]), "whole numbers"),
+    (lambda s: s.standard_error([[0], [1]]), r"for all targets \(4, k\), got int64 of shape \(2, 1\)"),
+    (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
+    (lambda s: s.standard_error(target=4), "no target 4"),
+    (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
+    (lambda s: s.top(0), "k must be an integer of at least 1"),
+    (lambda s: s.top(3, target=M), "no target 4: 'targets' has targets 0 to 3"),
+    (lambda s: s.top(3, sign="good"), r"sign must be one of \['harmful', 'helpful'\]"),
+    (lambda s: s.group([1, 2]), "one label for each of 30, got an array of shape"),
+    (lambda s: s.group([[0] * 30]), r"one label for each of 30, got an array of shape \(1, 30\)"),
+    (lambda s: s.group(targets=[0] * 5), "labels of targets must hold one label for each of 4"),
+    (lambda s: s.group(), "No labels were given to group by"),
+])  # fmt: skip
 def test_questions_without_an_answer_are_refused(made, call, message):
     with pytest.raises(InvalidInputError, match=message):
         call(made.score(TARGETS))
@@ -189,17 +173,14 @@ def test_scores_by_an_inverse_curvature_have_no_damping_path_and_no_self_influen
         scores.self_influence()
 
 
-@pytest.mark.parametrize(
-    ("message", "settings"),
-    [
-        ("k=3 needs dense=False", {"k": 3}),
-        ("k must be an integer of at least 1", {"k": 0, "dense": False}),
-        ("has 2 numbers, but 3 checkpoints", {"method": GaussNewton(checkpoint_weights=[1, 2])}),
-        ("recall", {"recall": 0.9}),
-        ("recall", {"recall": 0.9, "k": 3}),
-        ("recall", {"recall": 1.0, "dense": False, "k": 3}),
-    ],
-)
+@pytest.mark.parametrize(("message", "settings"), [
+    ("k=3 needs dense=False", {"k": 3}),
+    ("k must be an integer of at least 1", {"k": 0, "dense": False}),
+    ("has 2 numbers, but 3 checkpoints", {"method": GaussNewton(checkpoint_weights=[1, 2])}),
+    ("recall", {"recall": 0.9}),
+    ("recall", {"recall": 0.9, "k": 3}),
+    ("recall", {"recall": 1.0, "dense": False, "k": 3}),
+])  # fmt: skip
 def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(made, settings, message):
     with pytest.raises(InvalidInputError, match=message):
         made.score(TARGETS, name="refused", **settings)
@@ -209,7 +190,6 @@ def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(made, 
 
 def test_scores_that_were_never_made_are_asked_for_by_name(made):
     made.score(TARGETS, name="asked")
-
     with pytest.raises(StateError, match=r"no scores 'asked' made with GradDot\(q='inside'"):
         made.scores("asked", method="GradDot")
     view = made.score(TARGETS, name="only-a-view", method=GradCos(q="off"))
@@ -234,8 +214,6 @@ def test_gram_matrices_of_few_rows_are_summed_again_and_those_of_many_are_stored
 
 
 # Modules whose gradients are zero, or too small for float32, add nothing to scores
-
-
 class Faint(nn.Module):
     """Logits of two linear layers, of which one is scaled; a third one is dead."""
 
@@ -275,7 +253,6 @@ def test_scores_are_those_without_the_vanishing_modules(name, scale):
     if name in ("EKFAC", "CG", "GradCos"):
         found.append(made.stream_scores(TRAIN, TARGETS, method=method).numpy())
         found.append(made.score(TARGETS, refine=Refine(candidates=N, method=method)).numpy())
-
     assert np.isfinite(found).all()
     if name not in ("Fisher", "LiSSA", "GradCos"):  # labels, vectors or cosines that depend on all modules
         expected = faint(scale, grad_wrt="head.*").score(TARGETS, method=method).numpy()
@@ -292,7 +269,6 @@ def test_the_vanishing_modules_are_named_once(name, modules, options, caplog):
     made = faint(1e-21, seed=1)
     with caplog.at_level(logging.WARNING, "trak_lite"):
         made.score(TARGETS, method=METHODS[name], **options)
-
     (record,) = [one for one in caplog.records if "nothing" in one.message]
     assert all(module in record.message for module in modules)
     assert "head" not in record.message

@@ -1,7 +1,5 @@
 """The six verbs: the cursor, resuming, targets, and what the original got wrong in them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -36,15 +34,7 @@ from traker_cases import (
     train_batch,
 )
 
-from trak_lite import TRAKer
-from trak_lite.errors import (
-    InvalidInputError,
-    ManifestMismatchError,
-    NonFiniteError,
-    ReadOnlyStoreError,
-    SingularKernelError,
-    StateError,
-)
+from trak_lite import TRAKer, errors
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import AbstractProjector, BasicProjector, NoOpProjector
 from trak_lite.store import open_store
@@ -55,9 +45,8 @@ def made(folder, stage, **changes):
 
 
 def put(traker, rows, batch=None):
-    traker.featurize(
-        part(train_batch() if batch is None else batch, rows), num_samples=np.int64(len(range(N)[rows]))
-    )
+    some = part(train_batch() if batch is None else batch, rows)
+    traker.featurize(some, num_samples=np.int64(len(some[0])))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +88,6 @@ def test_rows_and_targets_may_be_named_in_any_order_and_form(tmp_path, expected)
     traker.start_scoring_checkpoint("test", checkpoints(count=1)[0], np.int64(0), num_targets=torch.tensor(M))
     for rows in ([6, 0, 3], [1, 5, 4, 2]):
         traker.score(part(target_batch(), rows), inds=torch.tensor(rows))
-
     assert_same(stored(traker), expected[0])
     assert_same(traker.finalize_scores("test", model_ids=np.array([0, 0])), expected[1])
 
@@ -122,9 +110,8 @@ def test_the_cursor_advances_over_rows_that_are_done(tmp_path, expected, changes
     traker.featurize(part(train_batch(), slice(0, 30)), inds=np.arange(30))
     for start in range(0, N, 20):
         put(traker, slice(start, start + 20))
-
     assert_same(stored(traker), expected[0])
-    with pytest.raises(InvalidInputError, match=rf"Rows \[{N}\] of the train data .* do not exist"):
+    with pytest.raises(errors.InvalidInputError, match=rf"Rows \[{N}\] of the train data .* do not exist"):
         put(traker, slice(0, 1))
     # The model keeps the loaded weights, in eval mode.
     assert not any(module.training for module in traker.model.modules())
@@ -141,7 +128,6 @@ def test_loading_and_finalizing_set_the_cursors_back(tmp_path):
     score(traker, checkpoints(count=1))
     first = traker.finalize_scores("test")
     traker.score(target_batch(), num_samples=M)
-
     np.testing.assert_array_equal(traker.finalize_scores("test"), first)
 
 
@@ -152,14 +138,12 @@ def test_a_refused_batch_does_not_move_the_cursor_and_holds_no_locks(tmp_path, e
     spoiled[0][60] = torch.nan
     first = made(tmp_path, "loaded")
     put(first, slice(0, 10))
-    with pytest.raises(NonFiniteError, match=r"rows \[60\] of the train data \(model id 0\)"):
+    with pytest.raises(errors.NonFiniteError, match=r"rows \[60\] of the train data \(model id 0\)"):
         put(first, slice(10, N), spoiled)
-
     second = made(tmp_path, "loaded")
     put(second, slice(0, 40))
     second.close()
     put(first, slice(10, N))
-
     assert_same(stored(first), expected[0])
 
 
@@ -179,7 +163,6 @@ def test_a_new_instance_goes_on_where_the_last_one_was(tmp_path, expected):
     traker = made(tmp_path, "new")
     score(traker, checkpoints(count=1))
     assert_same(traker.finalize_scores("test"), expected[1])
-
     before = contents(tmp_path)
     np.testing.assert_array_equal(made(tmp_path, "new").finalize_scores("test"), traker.scores)
     assert contents(tmp_path) == before
@@ -199,7 +182,6 @@ def test_of_rows_that_are_done_only_a_few_are_computed_again_and_no_targets(tmp_
     assert passes == [8]
     traker.featurize(train_batch(), inds=np.arange(N))
     assert passes == [8]
-
     at("scoring", traker)
     traker.score(part(target_batch(), slice(0, 4)), num_samples=4)
     at("scored", traker)
@@ -224,27 +206,19 @@ if sys.argv[2] == "raised":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "last"),
-    [
-        ("ends", 0, r"\A\Z"),
-        ("raised", 1, r"\ATraceback.*\n[\w.]+InvalidInputError: .*\n\Z"),
-        ("killed", 9, r"\A\Z"),
-    ],
-)
+@pytest.mark.parametrize(("how", "code", "last"), [
+    ("ends", 0, r"\A\Z"),
+    ("raised", 1, r"\ATraceback.*\n[\w.]+InvalidInputError: .*\n\Z"),
+    ("killed", 9, r"\A\Z"),
+])  # fmt: skip
 def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, code, last):
     """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
     here = Path(__file__).parent
-    child = subprocess.run(
-        [sys.executable, "-c", ENDING, str(tmp_path), how, *map(str, (here, here.parent, here.parents[1]))],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    folders = map(str, (tmp_path, how, here, here.parent, here.parents[1]))
+    told = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
+    child = subprocess.run([sys.executable, "-c", ENDING, *folders], check=False, **told)
     assert (child.returncode, child.stdout) == (code, "")
     assert re.search(last, child.stderr, re.DOTALL), child.stderr
-
     alone = made(tmp_path / "alone", "loaded")
     put(alone, slice(0, 20))
     put(alone, slice(20, N))
@@ -269,7 +243,6 @@ def test_an_interrupted_finalize_scores_holds_no_locks(tmp_path, monkeypatch, ex
         with pytest.raises(KeyboardInterrupt):
             first.finalize_scores("test")
     second = made(tmp_path, "new").finalize_scores("test")
-
     assert not second[:2].any()
     assert_same(second[2:], expected[1][2:])
 
@@ -285,7 +258,6 @@ def test_trakers_by_turns_and_opened_before_there_was_a_store_share_it(tmp_path)
     featurize(other, states[2:], first_id=2)
     first.finalize_features()
     score(make_traker(tmp_path), states)
-
     together = run(make_traker(tmp_path / "together"), count=3)
     assert_same(make_traker(tmp_path).finalize_scores("test"), together)
 
@@ -295,13 +267,11 @@ def test_a_read_only_folder_still_gives_its_scores(tmp_path, monkeypatch, expect
     scores = first.finalize_scores("test")
     first.close()
     monkeypatch.setattr("os.access", lambda path, mode, **_: not mode & os.W_OK)
-
     reader = made(tmp_path, "new")
-
     np.testing.assert_array_equal(reader.finalize_scores("test"), scores)
     assert_same(scores, expected[1])
     reader.load_checkpoint(checkpoints(count=2)[1], 1)
-    with refused(tmp_path, ReadOnlyStoreError, "opened for reading"):
+    with refused(tmp_path, errors.ReadOnlyStoreError, "opened for reading"):
         put(reader, slice(0, N))
 
 
@@ -311,7 +281,6 @@ def test_another_lambda_is_another_result_of_the_same_experiment(tmp_path):
         traker = made(tmp_path, "scored" if name == "first" else "new", lambda_reg=reg)
         found[name] = traker.finalize_scores("test")
         traker.close()
-
     at_once = made(tmp_path / "at_once", "scored", lambda_reg=1.0).finalize_scores("test")
     np.testing.assert_array_equal(found["damped"], at_once)
     assert np.abs(found["damped"] - found["first"]).max() > 1e-3 * np.abs(found["first"]).max()
@@ -323,7 +292,6 @@ def test_resuming_with_another_setting_is_refused_naming_the_key(tmp_path):
     traker = made(tmp_path, "loaded")
     put(traker, slice(0, 4))
     traker.close()
-
     for key, changes in (
         (r"projector\.seed is 0 there, 1 here", {"projector_seed": 1}),
         ("dtype is 'float32' there, 'float16' here", {"use_half_precision": True}),
@@ -333,7 +301,7 @@ def test_resuming_with_another_setting_is_refused_naming_the_key(tmp_path):
         (rf"dataset\.num_rows is {N} there, {N + 1} here", {"train_set_size": N + 1}),
         (r"temperature is 1\.0 there, 2\.0 here", {"task": ImageClassificationModelOutput(2.0)}),
     ):
-        with refused(tmp_path, ManifestMismatchError, key):
+        with refused(tmp_path, errors.ManifestMismatchError, key):
             make_traker(tmp_path, **changes)
 
 
@@ -343,7 +311,6 @@ def test_a_second_finalize_features_changes_nothing_and_scoring_goes_on(tmp_path
     first, rows = traker.finalize_scores("test"), stored(traker)
     traker.finalize_features(del_grads=True)
     score(traker, checkpoints(count=1), exp_name="again")
-
     np.testing.assert_array_equal(traker.finalize_scores("again"), first)
     assert "so the rows stay" in caplog.text
     np.testing.assert_array_equal(stored(traker), rows)
@@ -357,31 +324,27 @@ def test_adding_a_checkpoint_to_a_finished_experiment_keeps_its_scores_right(tmp
     kept = alone.copy()
     featurize(traker, states[1:], first_id=1)
     traker.finalize_features()
-    with pytest.raises(StateError, match=r"Targets of experiment 'test' are missing for model ids \[1\]"):
+    said = r"Targets of experiment 'test' are missing for model ids \[1\]"
+    with pytest.raises(errors.StateError, match=said):
         traker.finalize_scores("test")
     np.testing.assert_array_equal(traker.finalize_scores("test", allow_skip=True), kept)
     assert "left out model ids [1]" in caplog.text
     score(traker, states[1:], first_id=1)
-
     np.testing.assert_array_equal(traker.finalize_scores("test", model_ids=[0]), kept)
     np.testing.assert_array_equal(traker.finalize_scores("test"), at_once)
     np.testing.assert_array_equal(traker.finalize_scores("test", model_ids=[0, 1, 1]), at_once)
     np.testing.assert_array_equal(alone, kept)
 
 
-@pytest.mark.parametrize(
-    ("count", "error", "match"),
-    [
-        (M, InvalidInputError, r"Rows \[2\] of the targets of 'test'.*use another exp_name"),
-        (3, ManifestMismatchError, r"row 2 of the targets of 'test'"),
-    ],
-)
+@pytest.mark.parametrize(("count", "error", "match"), [
+    (M, errors.InvalidInputError, r"Rows \[2\] of the targets of 'test'.*use another exp_name"),
+    (3, errors.ManifestMismatchError, r"row 2 of the targets of 'test'"),
+])  # fmt: skip
 def test_other_targets_under_a_used_name_are_refused(tmp_path, count, error, match):
     """They would be skipped as done, and the scores be those of the first ones; also after a kill."""
     traker, (images, labels) = made(tmp_path, "scoring"), target_batch()
     traker.score(part((images, labels), slice(0, count)), num_samples=count)
     at("scoring", traker)
-
     with refused(tmp_path, error, match):
         traker.score((images + (torch.arange(M) == 2)[:, None], labels), num_samples=M)
 
@@ -390,10 +353,8 @@ def test_dependent_features_are_scored_by_the_pseudo_inverse(tmp_path, caplog):
     """The margins of three classes do not change when all logits do: a third of the features tells nothing new."""
     model = nn.Linear(4, 3)
     batch, targets = ((x, y % 3) for x, y in (train_batch(), target_batch()))
-    traker = finished(
-        make_traker(tmp_path, model=model, projector=NoOpProjector()), [model.state_dict()], batch, targets
-    )
-
+    traker = make_traker(tmp_path, model=model, projector=NoOpProjector())
+    finished(traker, [model.state_dict()], batch, targets)
     assert caplog.text.count("no inverse") == 1
     assert f"ranks [10], of 15 features from {N} train rows" in caplog.text
     expected = scores_of_pseudo_inverses(traker, 1)
@@ -424,7 +385,6 @@ def test_fewer_rows_than_features_without_lambda_give_scores_that_mean_something
         expected = scores_of_pseudo_inverses(traker, 2)[order]
         np.testing.assert_allclose(found[-1], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-4 * np.abs(found[0]).max())
-
     caplog.clear()
     again = make_traker(tmp_path / "forth", train_set_size=count)
     np.testing.assert_array_equal(again.finalize_scores("test"), found[0])
@@ -437,7 +397,7 @@ def test_features_that_are_all_zero_are_refused(tmp_path):
     traker = make_traker(tmp_path, lambda_reg=1.0)
     (state,) = checkpoints(count=1)
     featurize(traker, [state | {"readout": 0 * state["readout"]}])
-    with pytest.raises(SingularKernelError, match="is zero"):
+    with pytest.raises(errors.SingularKernelError, match="is zero"):
         traker.finalize_features()
 
 
@@ -462,11 +422,8 @@ def test_the_default_projection_is_rademacher_without_scaling(tmp_path):
     widths = [torch.Size(shape).numel() for shape in traker.parameters.values()]
     grads = torch.eye(num_params).split(widths, 1)
     named = zip(traker.parameters.items(), grads, strict=True)
-
-    drawn = traker.projector.project(
-        {name: grad.reshape(num_params, *shape) for (name, shape), grad in named}, model_id=0
-    )
-
+    whole = {name: grad.reshape(num_params, *shape) for (name, shape), grad in named}
+    drawn = traker.projector.project(whole, model_id=0)
     assert torch.equal(drawn.abs(), torch.ones(num_params, traker.proj_dim))
     assert traker.normalize_factor == pytest.approx(num_params**0.5)
 
@@ -498,5 +455,4 @@ def test_a_subclass_may_wrap_verbs_and_choose_the_projector(tmp_path):
 def test_model_and_kernels_may_be_on_different_devices(tmp_path, expected, model_on, device):
     """``device`` says where projections and kernels are computed; batches follow the model."""
     traker = make_traker(tmp_path, model=make_model().to(model_on), device=device)
-
     assert_same(run(traker, count=1), expected[1])

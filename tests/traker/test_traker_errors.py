@@ -1,7 +1,5 @@
 """What TRAKer refuses, where code that was written for the original catches it, and not a byte changed on disk."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -40,31 +38,26 @@ LARGE = FIRST | {"readout": 1e6 * FIRST["readout"]}
 
 
 class Foreign:
-    """An object of a class that is not ours."""
-
     def __init__(self, **settings):
         self.settings = settings
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"saver": "MmapSaver"}, InvalidInputError, "saver='MmapSaver' is not supported"),
-        ({"score_computer": dict}, InvalidInputError, "score_computer=<class 'dict'> is not supported"),
-        ({"task": "image_clasification"}, UnknownTaskError, "Did you mean 'image_classification'"),
-        ({"train_set_size": 0}, InvalidInputError, "train_set_size must be an integer of at least 1, got 0"),
-        ({"train_set_size": 2.0}, InvalidInputError, "train_set_size must be an integer"),
-        ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1, got 0"),
-        ({"device": "gpu"}, InvalidInputError, "Unknown device 'gpu'"),
-        ({"grad_wrt": ["first.wieght"]}, InvalidInputError, r"Nearest known: \['first.weight'\]"),
-        ({"grad_wrt": []}, InvalidInputError, "grad_wrt is empty"),
-        ({"lambda_reg": -1.0}, InvalidInputError, "lambda_reg must be a finite number of at least 0, got -1"),
-        ({"lambda_reg": None}, InvalidInputError, "lambda_reg must be a finite number .* got None"),
-        ({"projector": Foreign()}, InvalidInputError, "projector is a .*Foreign, expected .*AbstractProj"),
-        ({"gradient_computer": Foreign}, InvalidInputError, "gradient_computer returned a .*Foreign, exp"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "error", "match"), [
+    ({"saver": "MmapSaver"}, InvalidInputError, "saver='MmapSaver' is not supported"),
+    ({"score_computer": dict}, InvalidInputError, "score_computer=<class 'dict'> is not supported"),
+    ({"task": "image_clasification"}, UnknownTaskError, "Did you mean 'image_classification'"),
+    ({"train_set_size": 0}, InvalidInputError, "train_set_size must be an integer of at least 1, got 0"),
+    ({"train_set_size": 2.0}, InvalidInputError, "train_set_size must be an integer"),
+    ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1, got 0"),
+    ({"device": "gpu"}, InvalidInputError, "Unknown device 'gpu'"),
+    ({"grad_wrt": ["first.wieght"]}, InvalidInputError, r"Nearest known: \['first.weight'\]"),
+    ({"grad_wrt": []}, InvalidInputError, "grad_wrt is empty"),
+    ({"lambda_reg": -1.0}, InvalidInputError, "lambda_reg must be a finite number of at least 0, got -1"),
+    ({"lambda_reg": None}, InvalidInputError, "lambda_reg must be a finite number .* got None"),
+    ({"projector": Foreign()}, InvalidInputError, "projector is a .*Foreign, expected .*AbstractProj"),
+    ({"gradient_computer": Foreign}, InvalidInputError, "gradient_computer returned a .*Foreign, exp"),
+])  # fmt: skip
 def test_a_bad_setting_is_refused(tmp_path, changes, error, match):
     with refused(tmp_path, error, match):
         make_traker(tmp_path, **changes)
@@ -115,13 +108,8 @@ STEPS = [
     ("partly", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, "with other weights: the stor"),
     ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, "0 was featurized with other wei"),
     ("loaded", lambda t: t.featurize(WRONG_LABEL, num_samples=N), InvalidInputError, "99"),
-    (
-        "half precision",
-        featurize_all,
-        PrecisionError,
-        r"float16 cannot hold.*TRAKer: use_half_precision=False",
-    ),
-]
+    ("half precision", featurize_all, PrecisionError, r"float16 cannot hold.*TRAKer: use_half_precision=False"),
+]  # fmt: skip
 PREPARED = {
     "partly": ("loaded", lambda t: t.featurize(TWO, num_samples=2)),
     "scoring partly": ("scoring", lambda t: t.score(part(target_batch(), slice(0, 2)), num_samples=2)),
@@ -141,14 +129,11 @@ def test_a_step_out_of_place_is_refused(tmp_path, stage, call, error, match):
         call(traker)
 
 
-@pytest.mark.parametrize(
-    ("match", "stage", "load", "error", "go_on"),
-    [
-        ("No checkpoint is", "new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all),
-        ("No c", "featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all),
-        ("No scoring was s", "scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all),
-    ],
-)
+@pytest.mark.parametrize(("match", "stage", "load", "error", "go_on"), [
+    ("No checkpoint is", "new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all),
+    ("No c", "featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all),
+    ("No scoring was s", "scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all),
+])  # fmt: skip
 def test_after_a_refused_checkpoint_nothing_is_put(tmp_path, match, stage, load, error, go_on):
     traker = at(stage, make_traker(tmp_path))
     before = copy.deepcopy(traker.model.state_dict())
@@ -200,13 +185,9 @@ def test_a_closed_traker_refuses_every_verb(tmp_path):
     traker = at("scoring", make_traker(tmp_path))
     traker.close()
     for call in (
-        lambda: traker.load_checkpoint(FIRST, 0),
-        lambda: featurize_all(traker),
-        traker.finalize_features,
-        lambda: start(traker),
-        lambda: score_all(traker),
-        lambda: traker.finalize_scores("test"),
-    ):
+        lambda: traker.load_checkpoint(FIRST, 0), lambda: featurize_all(traker), traker.finalize_features,
+        lambda: start(traker), lambda: score_all(traker), lambda: traker.finalize_scores("test"),
+    ):  # fmt: skip
         with refused(tmp_path, StateError, "This TRAKer was closed"):
             call()
 
@@ -245,7 +226,6 @@ def test_an_error_of_the_original_is_caught_as_there(tmp_path, stage, call, expe
                 make(tmp_path / name, **call) if isinstance(call, dict) else call(traker)
         raised.append(caught.value)
     theirs, ours = raised
-
     assert next(cls for cls in type(theirs).__mro__ if cls.__module__ == "builtins") is expected
     assert not str(ours).startswith(("'", '"'))
 

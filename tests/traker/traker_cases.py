@@ -1,19 +1,14 @@
 """What the tests of TRAKer share: small models, checkpoints, one injected matrix, and one run of the six verbs."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_runs import contents
-from torch import Tensor, nn
+from torch import nn
 
 import trak_lite
 from trak_lite.store import open_store
@@ -23,14 +18,14 @@ CLASSES = 5
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """Ignore the warnings of the original, which tests would take for errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def original() -> ModuleType:
+def original():
     """Return the original release; the test is skipped where it is not installed."""
     with quiet():
         module = pytest.importorskip("trak", reason="needs the original TRAK (extra: test)")
@@ -41,7 +36,7 @@ def original() -> ModuleType:
 class Mlp(nn.Module):
     """Two layers before a fixed readout, so that no direction of the parameters is without effect."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 2)
         self.second = nn.Linear(2, 2)
@@ -51,14 +46,14 @@ class Mlp(nn.Module):
             for p in self.parameters():
                 p.mul_(3.0)  # far from linear: the kernel of all parameters can be inverted in float32
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(self.first(x).tanh()) @ self.readout
 
 
 class Cnn(nn.Module):
     """One convolution and one layer before a fixed readout, with batch normalisation in eval mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(1, 2, 3)
         self.norm = nn.BatchNorm2d(2, affine=False)
@@ -66,61 +61,59 @@ class Cnn(nn.Module):
         self.conv.bias.requires_grad_(False)
         self.register_buffer("readout", _readout(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.norm(self.conv(x)).tanh()
         return self.head(h.flatten(1)) @ self.readout
 
 
-def _readout(width: int) -> Tensor:
+def _readout(width):
     return torch.randn(width, CLASSES, generator=torch.Generator().manual_seed(5))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[str]]] = {
+MODELS = {
     "mlp": (Mlp, (4,), ["second.weight", "first.bias", "first.weight"]),
     "cnn": (Cnn, (1, 4, 4), ["head.bias", "conv.bias", "conv.weight"]),
 }
 """Model class, shape of an input, and some parameters in another order than the model's, a frozen one among them."""
 
 
-def batch_of(name: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def batch_of(name, count, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, *MODELS[name][1], generator=generator)
     return inputs, torch.randint(CLASSES, (count,), generator=generator)
 
 
-def train_batch(name: str = "mlp") -> tuple[Tensor, Tensor]:
+def train_batch(name="mlp"):
     return batch_of(name, N, seed=1)
 
 
-def target_batch(name: str = "mlp") -> tuple[Tensor, Tensor]:
+def target_batch(name="mlp"):
     return batch_of(name, M, seed=2)
 
 
-def make_model(name: str = "mlp", seed: int = 0) -> nn.Module:
+def make_model(name="mlp", seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MODELS[name][0]().eval()
 
 
-def checkpoints(name: str = "mlp", count: int = 3) -> list[dict[str, Tensor]]:
-    """State dicts of freshly drawn models."""
+def checkpoints(name="mlp", count=3):
     return [dict(make_model(name, seed=10 + number).state_dict()) for number in range(count)]
 
 
-def num_kept(model: nn.Module, grad_wrt: list[str] | None) -> int:
+def num_kept(model, grad_wrt):
     return sum(p.numel() for name, p in model.named_parameters() if grad_wrt is None or name in grad_wrt)
 
 
-def matrix(num_params: int, model_id: int, width: int = K) -> Tensor:
-    """The one projection matrix of a checkpoint, ``(P, K)``."""
+def matrix(num_params, model_id, width=K):
     return torch.randn(num_params, width, generator=torch.Generator().manual_seed(100 + model_id))
 
 
-def injected(base: type, num_params: int, *, width: int = K, seed: int = 0) -> Any:
+def injected(base, num_params, *, width=K, seed=0):
     """Return a projector, derived from the original's base class or from ours, that multiplies by the matrix."""
 
     class Injected(base):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(num_params, width, seed, "normal", "cpu")
 
         def project(self, grads, model_id):
@@ -132,18 +125,16 @@ def injected(base: type, num_params: int, *, width: int = K, seed: int = 0) -> A
     return Injected()
 
 
-def make_traker(folder: Path, **changes: Any) -> trak_lite.TRAKer:
-    """Return a TRAKer on the small MLP with changes to its settings."""
+def make_traker(folder, **changes):
     return trak_lite.TRAKer(**_settings(folder, changes))
 
 
-def make_original(folder: Path, **changes: Any) -> Any:
-    """Return the original's TRAKer on the small MLP with changes to its settings."""
+def make_original(folder, **changes):
     plain = {"device": "cpu", "logging_level": 100, **changes}
     return original().TRAKer(**_settings(str(folder), plain))
 
 
-def _settings(folder: Path | str, changes: dict[str, Any]) -> dict[str, Any]:
+def _settings(folder, changes):
     plain = {"task": "image_classification", "train_set_size": N, "proj_dim": K, "use_half_precision": False}
     return {"model": make_model(), "save_dir": folder, **plain, **changes}
 
@@ -151,10 +142,10 @@ def _settings(folder: Path | str, changes: dict[str, Any]) -> dict[str, Any]:
 STAGES = ("new", "loaded", "featurized", "finalized", "scoring", "scored")
 
 
-def at(stage: str, traker: Any) -> Any:
+def at(stage, traker):
     """Take a new TRAKer, ours or the original's, to a stage with id 0, and return it."""
     (state,) = checkpoints(count=1)
-    steps: list[Callable[[], object]] = [
+    steps = [
         lambda: traker.load_checkpoint(state, model_id=0),
         lambda: traker.featurize(train_batch(), num_samples=N),
         lambda: traker.finalize_features(),
@@ -166,8 +157,7 @@ def at(stage: str, traker: Any) -> Any:
     return traker
 
 
-def featurize(traker: Any, states: Any, batch: Any = None, *, first_id: int = 0) -> None:
-    """Featurize every checkpoint, batch by batch at the cursor."""
+def featurize(traker, states, batch=None, *, first_id=0):
     batch = train_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
         traker.load_checkpoint(state, model_id=model_id)
@@ -176,17 +166,15 @@ def featurize(traker: Any, states: Any, batch: Any = None, *, first_id: int = 0)
             traker.featurize(batch=rows, num_samples=len(rows[0]))
 
 
-def score(traker: Any, states: Any, batch: Any = None, *, exp_name: str = "test", first_id: int = 0) -> None:
-    """Score the targets for every checkpoint."""
+def score(traker, states, batch=None, *, exp_name="test", first_id=0):
     batch = target_batch() if batch is None else batch
     for model_id, state in enumerate(states, start=first_id):
-        traker.start_scoring_checkpoint(
-            exp_name=exp_name, checkpoint=state, model_id=model_id, num_targets=len(batch[0])
-        )
+        given = {"exp_name": exp_name, "model_id": model_id, "num_targets": len(batch[0])}
+        traker.start_scoring_checkpoint(checkpoint=state, **given)
         traker.score(batch=batch, num_samples=len(batch[0]))
 
 
-def run(traker: Any, name: str = "mlp", count: int = 3, dtype: torch.dtype = torch.float32) -> np.ndarray:
+def run(traker, name="mlp", count=3, dtype=torch.float32):
     """Call the six verbs, the same way for the original and for ours, and return the scores."""
     states = checkpoints(name, count)
     train, target = ((batch[0].to(dtype), batch[1]) for batch in (train_batch(name), target_batch(name)))
@@ -197,7 +185,7 @@ def run(traker: Any, name: str = "mlp", count: int = 3, dtype: torch.dtype = tor
         return np.array(traker.finalize_scores(exp_name="test"))
 
 
-def assert_scores_close(ours: np.ndarray, expected: np.ndarray, rtol: float) -> None:
+def assert_scores_close(ours, expected, rtol):
     """Compare relative to the largest score, and each score of at least a hundredth of it by itself."""
     largest = np.abs(expected).max()
     assert largest > 0
@@ -206,14 +194,14 @@ def assert_scores_close(ours: np.ndarray, expected: np.ndarray, rtol: float) -> 
     np.testing.assert_allclose(ours[sizable], expected[sizable], rtol=100 * rtol)
 
 
-def stored(traker: trak_lite.TRAKer, model_id: int = 0, column: str = "features", targets: str = "") -> Any:
+def stored(traker, model_id=0, column="features", targets=""):
     """Return a column of the rows of an id: of its train rows, or of the targets of an experiment."""
     path = f"targets/{targets}/ckpt-{model_id}" if targets else f"ckpt-{model_id}"
     with open_store(str(traker.save_dir / "trak.zarr")) as store:
         return store.open_table(path).read(column)
 
 
-def scores_of_pseudo_inverses(traker: trak_lite.TRAKer, count: int) -> np.ndarray:
+def scores_of_pseudo_inverses(traker, count):
     """Return the scores of undamped kernels by NumPy's pseudo-inverse, from the rows that are stored."""
     q = np.mean([stored(traker, model_id, "out_to_loss").astype(float) for model_id in range(count)], axis=0)
     products = 0.0
@@ -226,7 +214,7 @@ def scores_of_pseudo_inverses(traker: trak_lite.TRAKer, count: int) -> np.ndarra
 
 
 @contextmanager
-def refused(folder: Path, error: type[Exception], match: str) -> Iterator[None]:
+def refused(folder, error, match):
     """Expect an error whose message matches, and not a byte changed on disk."""
     before = contents(folder)
     with pytest.raises(error, match=match):
@@ -234,5 +222,5 @@ def refused(folder: Path, error: type[Exception], match: str) -> Iterator[None]:
     assert contents(folder) == before
 
 
-def part(batch: tuple[Tensor, ...], rows: Any) -> tuple[Tensor, ...]:
+def part(batch, rows):
     return tuple(tensor[rows] for tensor in batch)

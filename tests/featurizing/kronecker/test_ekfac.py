@@ -51,7 +51,7 @@ def layer_matrix(grads, basis, method):
 
 def factors(model, layer, losses):
     """Inputs (patches of a convolution) and output gradients of a layer, ``(positions, d)`` each."""
-    caught: dict[str, Tensor] = {}
+    caught = {}
     module = model.get_submodule(layer)
     with module.register_forward_hook(lambda _, given, out: caught.update(x=given[0], out=out)):
         total = losses().sum()
@@ -123,9 +123,8 @@ class Case:
                 grads = np.concatenate([grads, second[bias][:, :, None]], 2)
                 places = np.hstack([places, plain.places[bias][:, None]])
             found.append((places.reshape(-1), layer_matrix(grads, (inputs, outputs), method)))
-        found += [
-            (plain.places[name].reshape(-1), np.diag((first[name] ** 2).sum(0).reshape(-1))) for name in alone
-        ]
+        squares = {name: (first[name] ** 2).sum(0).reshape(-1) for name in alone}
+        found += [(plain.places[name].reshape(-1), np.diag(squares[name])) for name in alone]
         return [(places, matrix / len(bases)) for places, matrix in found]
 
     def gradients(self, model, batches):
@@ -271,9 +270,7 @@ def test_scores_are_those_of_dense_matrices(name, tmp_path):
     plain = plain_rows(model, case.task, train, targets, tmp_path)
     method = EKFAC(damping=0.3, **case.settings)
     blocks = case.blocks(model, plain, [train.tensors], [train.tensors], method)
-
     found = streamed(model, case.task, in_batches(train, 4), targets, method)
-
     close(found.numpy(), plain.scores(blocks, 0.3))
     if name == "one output-ekfac":  # the structure is exact: this is the whole Gauss-Newton matrix
         rows = [grad.reshape(N, -1) for grad in case.gradients(model, [train.tensors]).values()]
@@ -300,12 +297,10 @@ def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_
         seen = [part[1].tolist() for part in parts]
         assert len({tuple(one) for one in seen}) == len(seen), "labels were drawn twice"
         close(found[-1], plain.scores(case.blocks(model, plain, bases, values, method), 0.3))
-
     close(found[1], found[0], rtol=1e-6)
     close(found[2], found[0], rtol=1e-6)
-    other = streamed(
-        model, LABELS, in_batches(train, N), targets, EKFAC(damping=0.3, draws=2, seed=1)
-    ).numpy()
+    again = EKFAC(damping=0.3, draws=2, seed=1)
+    other = streamed(model, LABELS, in_batches(train, N), targets, again).numpy()
     assert not np.allclose(other, found[0], rtol=1e-2)
 
 
@@ -317,9 +312,7 @@ def test_samples_enter_the_curvature_as_they_are(samples, tmp_path, monkeypatch)
     plain = plain_rows(model, case.task, train, targets, tmp_path)
     task, drawn = recording(LABELS, monkeypatch)
     method = EKFAC(damping=0.3, samples=samples)
-
     found = streamed(model, task, in_batches(train, N), targets, method)
-
     bases, values, *sampled = [(part[0], part[1]) for part in drawn]
     assert len(sampled) == max(samples // N, 1)
     assert [len(inputs) for inputs, _ in sampled] == [min(samples, N)] * len(sampled)
@@ -344,7 +337,6 @@ def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_cand
     made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
     made.featurize(train)
     stored = made.score(Rows(targets, batch_size=2), "t", method=method).numpy()
-
     parts = streamed(model, LABELS, train, targets, method, max_bytes=4_200)
     close(parts.numpy(), stored)
     close(made.score(targets, refine=Refine(candidates=N, method=method)).numpy(), stored)
@@ -353,9 +345,8 @@ def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_cand
     np.testing.assert_array_equal(again.score(targets, "t", method=method).numpy(), stored)
     with pytest.raises(StateError, match="EKFAC has to be fitted to the train data"):
         again.score(targets, "new", method=method)
-    with pytest.raises(
-        InvalidInputError, match=r"999999999999 sampled gradients of EKFAC.*Use fewer samples"
-    ):
+    said = "999999999999 sampled gradients of EKFAC.*Use fewer samples"
+    with pytest.raises(InvalidInputError, match=said):
         made.score(targets, "u", method=EKFAC(samples=10**12))
     with pytest.raises(InvalidInputError, match=r"9 sampled gradients of EKFAC .* fewer samples"):
         streamed(model, LABELS, train, targets, method, max_bytes=1_000)
@@ -366,7 +357,6 @@ def test_a_sampled_gradient_that_is_not_finite_is_refused(monkeypatch):
     case = CASES["mlp-ekfac"]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
     task, _ = recording(LABELS, monkeypatch, lambda drawn: drawn[2:] or spoil(drawn, model))
-
     with pytest.raises(NonFiniteError, match="sampled gradients of EKFAC at current are not finite"):
         streamed(model, task, in_batches(train, N), targets, EKFAC(damping=0.3, samples=N))
 
@@ -386,9 +376,7 @@ def test_features_of_targets_are_projections_of_the_preconditioned_gradients(tmp
     made = Attributor(model, LABELS, tmp_path / "a.zarr", **settings)
     made.featurize(train)
     method = EKFAC(damping=0.3, fisher="empirical")
-
     scores = made.score(targets, "t", method=method).numpy()
-
     matrix = np.concatenate(list(projection(made.projector, made.parameters).values()))
     solved = plain.solved(case.blocks(model, plain, [train.tensors], [train.tensors], method), 0.3)
     close(scores, plain.q[:, None] * (plain.train @ matrix @ (solved @ matrix).T), rtol=1e-3)
@@ -409,7 +397,6 @@ def test_parameters_that_are_left_out_have_no_part(names, tmp_path):
     kept = [name for name in plain.places if name == names or name.startswith(names.rstrip("*"))]
     wanted = set(np.concatenate([plain.places[name].reshape(-1) for name in kept]).tolist())
     blocks = [(places, matrix) for places, matrix in blocks if set(places.tolist()) <= wanted]
-
     found = streamed(model, LABELS, train, targets, method, grad_wrt=names)
     close(found.numpy(), plain.scores(blocks, 0.3))
 
@@ -431,7 +418,6 @@ def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         made.score(targets, method="EKFAC")
     found = made.score(targets, method="EKFAC").numpy()
-
     assert len(calls) == 4 + 3, "the first pass was taken again"
     np.testing.assert_array_equal(found, fresh.score(targets, method="EKFAC").numpy())
 
@@ -440,7 +426,6 @@ def test_a_sum_that_overflows_is_refused():
     model, x = nn.Linear(6, 3, bias=False), torch.randn(8, 6)
     x[0, 0] = 1e30
     data = TensorDataset(x, torch.arange(8) % 3)
-
     with pytest.raises(NonFiniteError, match="inputs of 'weight'"):
         streamed(model, LABELS, data, TensorDataset(x[1:3], torch.arange(2)), EKFAC())
 
@@ -467,7 +452,6 @@ def test_a_model_without_gradients_from_hooks_is_told_which_methods_are_left():
     made = Attributor(nn.Linear(5, 3), by_row, None, proj_dim=16, progress=False)
     made.featurize(data)
     assert "iterative" in repr(made)
-
     for method in ("EKFAC", "CG"):
         with pytest.raises(UnsupportedModelError, match=r"EKFAC.*hooks do not cover.*GradDot") as caught:
             made.score(data, method=method)

@@ -1,7 +1,5 @@
 """The released kronfluence gives the same scores, where it is installed (the benchmark extra)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,9 +15,6 @@ def test_scores_with_the_empirical_fisher_are_kronfluences(name):
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(136, 1, 8, 8, generator=generator)
     labels = torch.randint(10, (136,), generator=generator)
-
-    found = ekfac_parity.parity(
-        model, (images[:128], labels[:128]), (images[128:], labels[128:]), "empirical", "ekfac"
-    )
-
+    train, targets = ((images[part], labels[part]) for part in (slice(128), slice(128, None)))
+    found = ekfac_parity.parity(model, train, targets, "empirical", "ekfac")
     assert found["error"] < 1e-3

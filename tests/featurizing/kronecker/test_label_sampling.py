@@ -59,20 +59,15 @@ def assert_shares(classes, expected):
 
 ALL = [(X, LABELS), [X, LABELS], {"x": X, "label": LABELS}, Named(X, LABELS)]
 CLASSES = [
-    *(
-        (task, batch, 1)
-        for task in ("image_classification", "iterative_image_classification")
-        for batch in ALL
-    ),
+    *((task, batch, 1) for task in ("image_classification", "iterative_image_classification") for batch in ALL),
     (TextClassificationModelOutput(temperature=2.0), {"input_ids": X, "labels": LABELS}, 2),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "batch", "temperature"), CLASSES)
 def test_classes_come_as_often_as_the_softmax_says(task, batch, temperature):
     """A temperature flattens what is drawn."""
     found = drawn(task, LOGITS, batch)
-
     if isinstance(found, dict):
         kept = found["label" if "label" in found else "labels"]
     else:
@@ -90,7 +85,6 @@ def test_answers_come_as_often_as_the_sigmoid_says(logits):
 
 def test_regression_targets_have_unit_variance_around_the_prediction():
     found = drawn("regression", torch.tensor([3.0], dtype=torch.float64), (X, torch.zeros(COUNT, 1)))[1]
-
     assert abs(float(found.mean()) - 3) < 1e-9
     assert abs(float(found.var()) - 1) < 1e-2
 
@@ -99,9 +93,7 @@ def test_tokens_are_drawn_where_one_is_predicted_and_kept_elsewhere():
     logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0], [9.0, 0.0, 0.0]])
     ids = torch.zeros(COUNT, 3, dtype=torch.long)
     labels = torch.tensor([1, 2, -100]).expand(COUNT, 3)
-
     found = drawn("causal_language_modeling", logits, {"input_ids": ids, "labels": labels})
-
     assert_shares(found["labels"][:, 1], logits[0].softmax(0))
     assert bool((found["labels"][:, [0, 2]] == labels[:, [0, 2]]).all())
     assert found["input_ids"] is ids
