@@ -141,6 +141,7 @@ SOME: dict[str, int] = {
     "retraining/test_many_models.py": 4,
     "retraining/test_many_models.py::test_another_training_is_not_continued": 8,
     "retraining/test_verification.py": 1,
+    "retraining/test_verification.py::test_retrained_models_that_merge_weights_in_eval_mode_have_their_own_outputs": 2,
     "run/test_changed_runs.py::test_a_run_is_not_that_of_another_thing": 3,
     "run/test_changed_runs.py::test_new_targets_are_not_scored_with_a_model_that_was_changed_since": 2,
     "run/test_changed_runs.py::test_other_batch_sizes_are_the_same_run_within_rounding": 1,

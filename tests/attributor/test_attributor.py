@@ -174,10 +174,13 @@ def test_auto_takes_the_computer_of_the_store_whatever_the_first_samples_of_a_la
         nn.init.ones_(net.linear.weight)
 
 
-@pytest.mark.parametrize(("recorded", "chosen"), [
-    ("functional", "'iterative': functional: torch"),
-    *((r, "'iterative': hook: ") for r in ("auto", None, [])),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recorded", "chosen"),
+    [
+        ("functional", "'iterative': functional: torch"),
+        *((r, "'iterative': hook: ") for r in ("auto", None, [])),
+    ],
+)
 def test_other_computers_are_tried_if_that_of_the_store_is_refused_or_unknown(
     tmp_path, caplog, recorded, chosen
 ):
@@ -487,12 +490,15 @@ def test_scores_become_numpy_pandas_and_xarray_with_rows_and_targets_named(in_me
         assert said in repr(in_memory)
 
 
-@pytest.mark.parametrize(("own", "loader", "call", "expected"), [
-    (30, None, None, [30, 30, 10]),
-    (30, 40, None, [40, 30]),
-    (30, 40, 50, [50, 20]),
-    (None, None, None, [32, 32, 6]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "loader", "call", "expected"),
+    [
+        (30, None, None, [30, 30, 10]),
+        (30, 40, None, [40, 30]),
+        (30, 40, 50, [50, 20]),
+        (None, None, None, [32, 32, 6]),
+    ],
+)
 def test_the_batch_size_is_the_calls_or_the_loaders_or_the_attributors(own, loader, call, expected):
     sizes = []
 

@@ -159,12 +159,15 @@ def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(("shorter", "longer"), [
-    (Rows(rows(N)), Rows(changed(N + 2))),
-    (Rows(Counting(rows(N))), Rows(Counting(rows(N + 3)))),
-    (Rows(rows(N + 3), indices=range(2, N)), Rows(rows(N + 3), indices=range(2, N + 3))),
-    (Rows(Subset(rows(N), range(N))), Rows(Subset(changed(N + 1), range(N + 3)))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shorter", "longer"),
+    [
+        (Rows(rows(N)), Rows(changed(N + 2))),
+        (Rows(Counting(rows(N))), Rows(Counting(rows(N + 3)))),
+        (Rows(rows(N + 3), indices=range(2, N)), Rows(rows(N + 3), indices=range(2, N + 3))),
+        (Rows(Subset(rows(N), range(N))), Rows(Subset(changed(N + 1), range(N + 3)))),
+    ],
+)
 def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(shorter, longer):
     made = attributor(None)
     count = made.featurize(shorter).rows_written

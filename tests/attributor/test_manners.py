@@ -56,15 +56,18 @@ def featurize(made, data=TRAIN):
     return made.featurize(Rows(data, batch_size=BATCH, name="mine"))
 
 
-@pytest.mark.parametrize(("asked", "rank", "group", "shown"), [
-    (True, "0", None, True),
-    (True, "1", None, False),
-    (True, "no number", None, True),
-    (True, "1", 0, True),  # the rank of a process group counts more than that of the launcher
-    (True, "0", 1, False),
-    (None, "0", None, True),  # a terminal shows the bar without being asked
-    (None, "1", None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "rank", "group", "shown"),
+    [
+        (True, "0", None, True),
+        (True, "1", None, False),
+        (True, "no number", None, True),
+        (True, "1", 0, True),  # the rank of a process group counts more than that of the launcher
+        (True, "0", 1, False),
+        (None, "0", None, True),  # a terminal shows the bar without being asked
+        (None, "1", None, False),
+    ],
+)
 def test_of_several_processes_rank_0_shows_the_bar(asked, rank, group, shown, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(stderr, "isatty", lambda: asked is None)

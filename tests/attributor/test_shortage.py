@@ -52,11 +52,10 @@ class Failing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 3)
-        self.fail, self.passes = fail, passes
+        self.fail, self.passes = fail, iter(range(passes))  # a count would be undone after each pass
 
     def forward(self, inputs):
-        self.passes -= 1
-        if self.passes < 0:
+        if next(self.passes, None) is None:
             self.fail()
         return self.linear(inputs)
 
@@ -67,7 +66,7 @@ def attributor(path, model, engine="hook", **settings):
 
 def finished(path):
     """Featurize what is left, with a model that does not fail, and return the scores."""
-    made = attributor(path, Failing(None, float("inf")))
+    made = attributor(path, Failing(None, 10**9))
     made.featurize(Rows(TRAIN, batch_size=8))
     return made.score(Rows(TARGETS, batch_size=8)).numpy()
 
@@ -132,7 +131,7 @@ class KilledLoading(Dataset[Any]):
 
 def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path):
     loader = DataLoader(KilledLoading(), batch_size=8, num_workers=1, multiprocessing_context="fork")
-    made = attributor(tmp_path / "a.zarr", Failing(None, float("inf")), "auto")
+    made = attributor(tmp_path / "a.zarr", Failing(None, 10**9), "auto")
     with pytest.raises(WorkerLostError, match="num_workers"):
         made.featurize(Rows(loader, name="mine"))
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:

@@ -83,13 +83,16 @@ def test_texts_of_numbers_are_found_in_columns_of_floats():
     assert Column.of([True, False], 2, "flags").matches("True").tolist() == [True, False]
 
 
-@pytest.mark.parametrize(("values", "labels", "value", "found"), [
-    (["web", None, "book", None], ["None", "book", "web"], None, [1, 3]),
-    (["web", float("nan"), "book", "web"], ["None", "book", "web"], "None", [1]),  # as in a pandas frame
-    ([True, None, False, True], ["False", "None", "True"], True, [0, 3]),
-    ([3, None, 1, 3], ["1.0", "3.0", "nan"], "nan", [1]),
-    ([None, None, None, None], ["None"], None, [0, 1, 2, 3]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "labels", "value", "found"),
+    [
+        (["web", None, "book", None], ["None", "book", "web"], None, [1, 3]),
+        (["web", float("nan"), "book", "web"], ["None", "book", "web"], "None", [1]),  # as in a pandas frame
+        ([True, None, False, True], ["False", "None", "True"], True, [0, 3]),
+        ([3, None, 1, 3], ["1.0", "3.0", "nan"], "nan", [1]),
+        ([None, None, None, None], ["None"], None, [0, 1, 2, 3]),
+    ],
+)
 def test_a_missing_value_is_a_label(values, labels, value, found):
     for labels_given in (values, np.array(values, object)):
         column = Column.of(labels_given, 4, "values")
@@ -140,14 +143,20 @@ TYPES = "several types, which cannot be sorted"
 DAY = datetime.date(2024, 1, 1)
 
 
-@pytest.mark.parametrize(("message", "data"), [
-    ("columns must be a mapping of names to one value per row.* got list", SOURCES),
-    (r"'source' must hold one label for each of 5, got an array of shape \(4,\)", {"source": SOURCES[:4]}),
-    (TYPES, {"source": ["web", None, 3, "b", "c"]}),
-    (TYPES, {"day": [DAY, None, None, None, None]}),
-    (TYPES, {"source": ["web", 2, 3, 4, 5]}),
-    ("'ids' must hold one label for each row, got lists", {"ids": [[1], [1, 2], [3], [4], [5]]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "data"),
+    [
+        ("columns must be a mapping of names to one value per row.* got list", SOURCES),
+        (
+            r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
+            {"source": SOURCES[:4]},
+        ),
+        (TYPES, {"source": ["web", None, 3, "b", "c"]}),
+        (TYPES, {"day": [DAY, None, None, None, None]}),
+        (TYPES, {"source": ["web", 2, 3, 4, 5]}),
+        ("'ids' must hold one label for each row, got lists", {"ids": [[1], [1, 2], [3], [4], [5]]}),
+    ],
+)
 def test_columns_that_are_not_one_label_per_row_are_refused(message, data):
     with pytest.raises(InvalidInputError, match=message):
         columns_of(data, 5, "columns")

@@ -82,19 +82,22 @@ NO_ORDER = "does not read the dataset in order"
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("message", "data"), [
-    (f"{NO_ORDER}.*RandomSampler.*shuffle=False", DataLoader(Counting(), shuffle=True)),
-    (NO_ORDER, DataLoader(Counting(), sampler=RandomSampler(range(10)))),
-    (NO_ORDER, DataLoader(Counting(), sampler=SequentialSampler(range(5)))),
-    ("drop_last=True and would leave rows out", DataLoader(Counting(), batch_size=4, drop_last=True)),
-    ("batching switched off", DataLoader(Counting(), batch_size=None)),
-    ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
-    ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
-    ("Tensor of tensors.*TensorDataset", torch.ones(3)),
-    ("int without __getitem__ and __len__", 3),
-    ("IterableDataset, whose rows have no index", Stream()),
-    ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "data"),
+    [
+        (f"{NO_ORDER}.*RandomSampler.*shuffle=False", DataLoader(Counting(), shuffle=True)),
+        (NO_ORDER, DataLoader(Counting(), sampler=RandomSampler(range(10)))),
+        (NO_ORDER, DataLoader(Counting(), sampler=SequentialSampler(range(5)))),
+        ("drop_last=True and would leave rows out", DataLoader(Counting(), batch_size=4, drop_last=True)),
+        ("batching switched off", DataLoader(Counting(), batch_size=None)),
+        ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
+        ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
+        ("Tensor of tensors.*TensorDataset", torch.ones(3)),
+        ("int without __getitem__ and __len__", 3),
+        ("IterableDataset, whose rows have no index", Stream()),
+        ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
+    ],
+)
 def test_data_without_stable_rows_is_refused(data, message):
     with pytest.raises(InvalidInputError, match=message):
         Rows(data)
@@ -162,16 +165,19 @@ PREPARED = "a worker was prepared to load the dataset"
 ONE, SEVERAL = "loading sample 7 of the dataset", "loading samples 6, 7, 8 of the dataset"
 
 
-@pytest.mark.parametrize(("loader", "error", "named"), [
-    (DataLoader(Exhausted()), InvalidInputError, ONE),
-    (DataLoader(Exhausted(), num_workers=1), InvalidInputError, ONE),
-    (DataLoader(ExhaustedBatches()), InvalidInputError, SEVERAL),
-    (DataLoader(Counting(), collate_fn=exhausted_collation), InvalidInputError, SEVERAL),
-    (DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker), InvalidInputError, PREPARED),
-    (DataLoader(Exhausted(IndexError), num_workers=1), IndexError, ONE),
-    (DataLoader(Exhausted(KeyError), num_workers=1), KeyError, ONE),
-    (DataLoader(Exhausted(KeyboardInterrupt), num_workers=1), RuntimeError, "exited unexpectedly"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loader", "error", "named"),
+    [
+        (DataLoader(Exhausted()), InvalidInputError, ONE),
+        (DataLoader(Exhausted(), num_workers=1), InvalidInputError, ONE),
+        (DataLoader(ExhaustedBatches()), InvalidInputError, SEVERAL),
+        (DataLoader(Counting(), collate_fn=exhausted_collation), InvalidInputError, SEVERAL),
+        (DataLoader(Counting(), num_workers=1, worker_init_fn=exhausted_worker), InvalidInputError, PREPARED),
+        (DataLoader(Exhausted(IndexError), num_workers=1), IndexError, ONE),
+        (DataLoader(Exhausted(KeyError), num_workers=1), KeyError, ONE),
+        (DataLoader(Exhausted(KeyboardInterrupt), num_workers=1), RuntimeError, "exited unexpectedly"),
+    ],
+)
 def test_an_error_inside_a_dataset_names_the_sample(loader, error, named, monkeypatch):
     """The end of an iterator too: torch's loader hands it on, and a for loop over the loader ends there in silence."""
     for waiting in (torch.utils.data._utils, torch.utils.data._utils.worker):  # 5 s, up to three times
@@ -315,15 +321,18 @@ def test_a_collate_function_may_number_draw_and_repeat(collate):
     torch.testing.assert_close(found[:3], expected[:3], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("layers", "num_rows", "loader_size", "expected"), [
-    ([nn.Linear(4, 3)], 2048, None, 256),
-    ([nn.Linear(4, 3)], 769, None, 256),
-    ([nn.Linear(4, 3)], 768, None, 128),  # at least 4 batches
-    ([nn.Linear(4, 3)], 96, None, 32),
-    ([nn.Linear(4, 3)], 2048, 16, 16),
-    ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
-    ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 512, None, 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "num_rows", "loader_size", "expected"),
+    [
+        ([nn.Linear(4, 3)], 2048, None, 256),
+        ([nn.Linear(4, 3)], 769, None, 256),
+        ([nn.Linear(4, 3)], 768, None, 128),  # at least 4 batches
+        ([nn.Linear(4, 3)], 96, None, 32),
+        ([nn.Linear(4, 3)], 2048, 16, 16),
+        ([nn.Linear(4, 400), nn.LayerNorm(400), nn.Linear(400, 500), nn.Linear(500, 3)], 2048, None, 128),
+        ([nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(8, 3)], 512, None, 32),
+    ],
+)
 def test_batches_of_perceptrons_are_larger_unless_a_size_is_given(layers, num_rows, loader_size, expected):
     model, seen = nn.Sequential(*layers), list[int]()
     model.register_forward_pre_hook(lambda module, given: seen.append(len(given[0])))

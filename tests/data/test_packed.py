@@ -155,23 +155,26 @@ TWO = {"input_ids": [1, 2]}
 THREE = {"input_ids": [1, 2, 3], "seq_lengths": [3]}
 
 
-@pytest.mark.parametrize(("message", "row"), [
-    ("Packed row 1 is a dict with the columns.*featurize them as they are", TWO),
-    ("Expected input_ids and seq_lengths", {"seq_lengths": [2]}),
-    ("Packed row 1 is a list", [1, 2]),
-    (r"Packed row 1: seq_lengths is \[2, 1\].*at most 2", {**TWO, "seq_lengths": [2, 1]}),
-    ("lengths of documents", {**TWO, "seq_lengths": [-1, 2]}),
-    ("lengths of documents", {**TWO, "seq_lengths": [0.5, 1.5]}),
-    ("begin with 0", {**TWO, "cu_seqlens": [1, 2]}),
-    ("begin with 0", {**TWO, "cu_seqlens": []}),
-    ("do not fall", {**TWO, "cu_seqlens": [0, 2, 1]}),
-    ("end at most at 2", {**TWO, "cu_seqlens": [0, 3]}),
-    ("2 integers, one per token", {**TWO, "seq_idx": [0]}),
-    ("2 integers, one per token", {**TWO, "position_ids": torch.zeros(3, 2)}),
-    ("inside a document", {**THREE, "attention_mask": [1, 0, 1]}),
-    (r"labels has shape \(2,\), and input_ids \(3,\)", {**THREE, "labels": [1, 0]}),
-    (r"input_ids has shape \(2, 3\)", {"input_ids": torch.ones(2, 3), "position_ids": torch.ones(2, 3)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "row"),
+    [
+        ("Packed row 1 is a dict with the columns.*featurize them as they are", TWO),
+        ("Expected input_ids and seq_lengths", {"seq_lengths": [2]}),
+        ("Packed row 1 is a list", [1, 2]),
+        (r"Packed row 1: seq_lengths is \[2, 1\].*at most 2", {**TWO, "seq_lengths": [2, 1]}),
+        ("lengths of documents", {**TWO, "seq_lengths": [-1, 2]}),
+        ("lengths of documents", {**TWO, "seq_lengths": [0.5, 1.5]}),
+        ("begin with 0", {**TWO, "cu_seqlens": [1, 2]}),
+        ("begin with 0", {**TWO, "cu_seqlens": []}),
+        ("do not fall", {**TWO, "cu_seqlens": [0, 2, 1]}),
+        ("end at most at 2", {**TWO, "cu_seqlens": [0, 3]}),
+        ("2 integers, one per token", {**TWO, "seq_idx": [0]}),
+        ("2 integers, one per token", {**TWO, "position_ids": torch.zeros(3, 2)}),
+        ("inside a document", {**THREE, "attention_mask": [1, 0, 1]}),
+        (r"labels has shape \(2,\), and input_ids \(3,\)", {**THREE, "labels": [1, 0]}),
+        (r"input_ids has shape \(2, 3\)", {"input_ids": torch.ones(2, 3), "position_ids": torch.ones(2, 3)}),
+    ],
+)
 def test_borders_that_contradict_the_tokens_are_refused(row, message):
     with pytest.raises(InvalidInputError, match=message):
         Documents([{"input_ids": [3, 4], "seq_lengths": [2]}, row])

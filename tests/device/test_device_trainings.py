@@ -89,13 +89,16 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize(("run", "settings"), [
-    *((trainings_and_their_replays, settings) for settings in OPTIMIZERS),
-    (replays_of_a_language_model, {}),
-    (scores_of_replays_beside_stored_rows, {}),
-    (calibration_by_a_teacher, {}),
-    (checkpoints_of_a_run, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run", "settings"),
+    [
+        *((trainings_and_their_replays, settings) for settings in OPTIMIZERS),
+        (replays_of_a_language_model, {}),
+        (scores_of_replays_beside_stored_rows, {}),
+        (calibration_by_a_teacher, {}),
+        (checkpoints_of_a_run, {}),
+    ],
+)
 def test_runs_give_what_they_give_on_the_cpu(run, settings, device, tmp_path):
     """Derivatives through several steps carry rounding on."""
     assert_same_on_both(device, lambda where: run(where, tmp_path, **settings), fused=True)

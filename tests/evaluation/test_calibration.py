@@ -85,11 +85,14 @@ ONES = np.ones((30, 20))
 NOTHING_VARIES = "For every target, the outputs or the default predictions are the same for all subsets"
 
 
-@pytest.mark.parametrize(("given", "across", "said"), [
-    ((parts_of(num_subsets=2), ONES[:2]), "subsets", "at least 3 subsets, got 2"),
-    ((parts_of(), ONES), "subsets", NOTHING_VARIES),
-    ((parts_of(num_targets=1), parts_of()[0, :, :1]), "targets", "needs at least 2 targets"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "across", "said"),
+    [
+        ((parts_of(num_subsets=2), ONES[:2]), "subsets", "at least 3 subsets, got 2"),
+        ((parts_of(), ONES), "subsets", NOTHING_VARIES),
+        ((parts_of(num_targets=1), parts_of()[0, :, :1]), "targets", "needs at least 2 targets"),
+    ],
+)
 def test_what_means_nothing_is_refused(given, across, said):
     with pytest.raises(InvalidInputError, match=said):
         fit_weights(*given, PRIOR, across=across)

@@ -38,11 +38,14 @@ def test_the_quantile_is_the_one_that_is_counted_by_hand():
     assert [fewest_trials(level) for level in (0.5, 0.8, 0.9, 0.95)] == [1, 4, 9, 19]
 
 
-@pytest.mark.parametrize(("residuals", "weights", "level", "seen"), [
-    (np.ones((3, 2)), np.ones(2), 0.9, r"weights must be \(3,\) or \(3, 2\), got \(2,\)"),
-    (np.ones(3), np.ones(3), 0.9, "residuals must be a matrix"),
-    (np.ones((3, 2)), np.ones(3), 1.0, "level must lie between 0 and 1, got 1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("residuals", "weights", "level", "seen"),
+    [
+        (np.ones((3, 2)), np.ones(2), 0.9, r"weights must be \(3,\) or \(3, 2\), got \(2,\)"),
+        (np.ones(3), np.ones(3), 0.9, "residuals must be a matrix"),
+        (np.ones((3, 2)), np.ones(3), 1.0, "level must lie between 0 and 1, got 1.0"),
+    ],
+)
 def test_what_has_no_quantile_is_refused(residuals, weights, level, seen):
     with pytest.raises(InvalidInputError, match=seen):
         conformal_quantile(residuals, weights, level)

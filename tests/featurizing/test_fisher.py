@@ -432,13 +432,16 @@ def scores_of(sample):
     return made.score(ROWS).numpy()
 
 
-@pytest.mark.parametrize(("sample", "expected"), [
-    (replaces, pure),
-    (overwrites, pure),
-    (writes_to_outputs, pure),
-    (asks_something_else_first, pure),
-    (changes_inputs, pure_with_other_inputs),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (replaces, pure),
+        (overwrites, pure),
+        (writes_to_outputs, pure),
+        (asks_something_else_first, pure),
+        (changes_inputs, pure_with_other_inputs),
+    ],
+)
 def test_what_a_task_writes_to_changes_no_later_draw(sample, expected):
     """Labels of four draws come from one pass of the model."""
     np.testing.assert_array_equal(scores_of(sample), scores_of(expected))

@@ -26,7 +26,7 @@ LM = CausalLanguageModelingModelOutput(
 
 
 class Normalized(nn.Module):
-    """Layers with buffers, one frozen parameter and one that is read twice."""
+    """Layers with buffers, a frozen parameter, one that is read twice and one without axes."""
 
     def __init__(self):
         super().__init__()
@@ -35,10 +35,11 @@ class Normalized(nn.Module):
         self.second = nn.Linear(5, 5)
         self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
         self.last = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.3, device="cpu"))
 
     def forward(self, x):
         hidden = torch.tanh(self.norm(self.first(x)) + self.frozen)
-        return self.last(torch.tanh(self.second(torch.tanh(self.second(hidden)))))
+        return self.scale * self.last(torch.tanh(self.second(torch.tanh(self.second(hidden)))))
 
 
 class Attention(nn.Module):
@@ -111,16 +112,19 @@ def dense_matrix(model, train):
 
         # torch 2.14 warns that vmap of another kernel's backward pass is slow.
         with sdpa_kernel(SDPBackend.MATH):
-            jacobian = torch.cat([part.flatten(1) for part in jacrev(logits)(values).values()], 1)
+            jacobian = torch.cat([part.reshape(len(part), -1) for part in jacrev(logits)(values).values()], 1)
         total = total + jacobian.T @ torch.autograd.functional.hessian(loss, logits(values)) @ jacobian
     return [(np.arange(len(total)), total.numpy())]
 
 
-@pytest.mark.parametrize(("make", "task", "train", "targets"), [
-    (Normalized, LABELS, TRAIN, TARGETS),
-    (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
-    pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "task", "train", "targets"),
+    [
+        (Normalized, LABELS, TRAIN, TARGETS),
+        (Cubed, LABELS, data(60, 0), data(30, 1)),  # more vectors than go through the model at once
+        pytest.param(Attention, LM, texts(5, 2), texts(3, 3), marks=pytest.mark.quick),
+    ],
+)
 def test_cg_is_the_dense_solve_for_every_target(make, task, train, targets, tmp_path, caplog):
     model = prepared(make)
     plain = plain_rows(model, task, train, targets, tmp_path)
@@ -211,10 +215,13 @@ def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
         again.score(TARGETS, "new", method=method)
 
 
-@pytest.mark.parametrize(("method", "settings", "rtol"), [
-    (EKFAC, {"damping": 2.0, "fisher": "empirical"}, 1e-5),
-    (CG, {"damping": 5.0, "absolute": True, "tolerance": 1e-6, "max_iterations": 100}, 1e-4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "settings", "rtol"),
+    [
+        (EKFAC, {"damping": 2.0, "fisher": "empirical"}, 1e-5),
+        (CG, {"damping": 5.0, "absolute": True, "tolerance": 1e-6, "max_iterations": 100}, 1e-4),
+    ],
+)
 def test_some_rows_stand_for_all(method, settings, rtol):
     """Every row comes three times, one of them is fitted to, or is in the products."""
     tripled = TensorDataset(*(part.repeat_interleave(3, 0) for part in TRAIN.tensors))

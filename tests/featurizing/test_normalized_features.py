@@ -348,10 +348,13 @@ def first_output(call, batch):
     return call(batch[0])[:, 0]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"store_norms": True}, r"gradient norm of rows \[3\] of the train data is NaN or beyond float32"),
-    ({"normalize": "unit"}, r"feature of rows \[3\] of the train data is NaN"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"store_norms": True}, r"gradient norm of rows \[3\] of the train data is NaN or beyond float32"),
+        ({"normalize": "unit"}, r"feature of rows \[3\] of the train data is NaN"),
+    ],
+)
 def test_a_norm_beyond_float32_is_refused_before_anything_is_on_disk(tmp_path, changes, message):
     inputs = torch.ones(8, 4)
     inputs[3] = 1e25  # a gradient that float32 holds, with a squared norm that it does not

@@ -56,14 +56,17 @@ def check_rows(path, model, checkpoints, saved):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("names", "active", "kept"), [
-    (("default", "b"), ["b"], None),
-    (("default", "b"), ["default"], None),
-    (("default", "b"), ["default", "b"], None),
-    (("default", "b"), ["b"], ["b"]),
-    (("b", "c"), ["c"], None),
-    (("b", "c"), ["b", "c"], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "active", "kept"),
+    [
+        (("default", "b"), ["b"], None),
+        (("default", "b"), ["default"], None),
+        (("default", "b"), ["default", "b"], None),
+        (("default", "b"), ["b"], ["b"]),
+        (("b", "c"), ["c"], None),
+        (("b", "c"), ["b", "c"], None),
+    ],
+)
 def test_active_adapters_get_their_own_weights_from_a_folder(tmp_path, names, active, kept):
     """New targets are scored with them, too: the store names the file, which may be missing beside the folders."""
     saved, model = (adapted(*names, active=active, scale=scale) for scale in (1.0, 2.0))
@@ -81,12 +84,15 @@ def test_an_adapter_of_another_name_is_taken_for_the_only_one(tmp_path):
     check_rows(tmp_path, adapted("default", scale=2.0), tmp_path / "run", saved)
 
 
-@pytest.mark.parametrize(("active", "moved", "folder"), [
-    (["b"], "b", ""),
-    (["default", "b"], "b", ""),
-    (["default"], "adapter_model.safetensors", ""),
-    (["default"], "", "b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("active", "moved", "folder"),
+    [
+        (["b"], "b", ""),
+        (["default", "b"], "b", ""),
+        (["default"], "adapter_model.safetensors", ""),
+        (["default"], "", "b"),
+    ],
+)
 def test_an_adapter_that_was_not_saved_is_refused(tmp_path, active, moved, folder):
     model = adapted("default", "b", active=active)
     model.save_pretrained(tmp_path / "checkpoint-1")
@@ -97,13 +103,16 @@ def test_an_adapter_that_was_not_saved_is_refused(tmp_path, active, moved, folde
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "checkpoint-1" / folder)
 
 
-@pytest.mark.parametrize(("here", "match"), [
-    ({"lora_alpha": 16}, "lora_alpha is 4 there, 16 here"),
-    ({"use_rslora": True}, "use_rslora is False there, True here"),
-    ({"alpha_pattern": {"2": 9}}, r"alpha_pattern is \{\} there, \{'2': 9\} here"),
-    ({"target_modules": "[02]"}, None),
-    ({"lora_dropout": 0.5, "bias": "none", "revision": "main"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("here", "match"),
+    [
+        ({"lora_alpha": 16}, "lora_alpha is 4 there, 16 here"),
+        ({"use_rslora": True}, "use_rslora is False there, True here"),
+        ({"alpha_pattern": {"2": 9}}, r"alpha_pattern is \{\} there, \{'2': 9\} here"),
+        ({"target_modules": "[02]"}, None),
+        ({"lora_dropout": 0.5, "bias": "none", "revision": "main"}, None),
+    ],
+)
 def test_settings_that_change_what_an_adapter_computes_are_those_of_its_file(tmp_path, here, match):
     saved = adapted("default")
     saved.save_pretrained(tmp_path / "a")

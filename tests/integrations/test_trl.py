@@ -114,14 +114,17 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize(("name", "build"), [
-    *((name, build) for name in ("completion", "assistant") for build in (hub.llama, hub.lora, hub.gpt2)),
-    ("completion", hub.dora),
-    ("completion", hub.ia3),
-    ("prompt and completion", hub.gpt2),
-    ("text", hub.gpt2),
-    ("conversation", hub.llama),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        *((name, build) for name in ("completion", "assistant") for build in (hub.llama, hub.lora, hub.gpt2)),
+        ("completion", hub.dora),
+        ("completion", hub.ia3),
+        ("prompt and completion", hub.gpt2),
+        ("text", hub.gpt2),
+        ("conversation", hub.llama),
+    ],
+)
 def test_sft_rows_are_the_trainers_loss_on_the_tokens_that_it_trains(name, build, tmp_path):
     rows, settings, labelled = SFT[name]
     trainer = trainer_of("SFT", spread(build), rows, tmp_path, **settings)
@@ -408,11 +411,14 @@ def tokens_of(inputs, trainer, rows):
     return inputs["num_items_in_batch"]
 
 
-@pytest.mark.parametrize(("name", "build"), [
-    *((name, build) for name in ("dapo", "old policy") for build in (hub.llama, hub.gpt2, hub.lora)),
-    *((name, hub.lora) for name in GRPO if "divergence" in name),
-    *((name, hub.gpt2) for name in ("grpo", "old policy, dapo", "temperature", "constant")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        *((name, build) for name in ("dapo", "old policy") for build in (hub.llama, hub.gpt2, hub.lora)),
+        *((name, hub.lora) for name in GRPO if "divergence" in name),
+        *((name, hub.gpt2) for name in ("grpo", "old policy, dapo", "temperature", "constant")),
+    ],
+)
 def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_path):
     trainer = policy_trainer(build, tmp_path, **GRPO[name])
     batches = []
@@ -487,16 +493,19 @@ def test_masks_and_ratios_of_rollouts_are_kept():
 
 
 # Refusals
-@pytest.mark.parametrize(("name", "settings", "message"), [
-    ("SFT", {"loss_type": "dft"}, r"SFTTrainer has \{'loss_type': 'dft'\}"),
-    ("SFT", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-    ("DPO", {"loss_type": ["hinge"]}, "'hinge'"),
-    ("DPO", {"ld_alpha": 0.5}, "ld_alpha"),
-    ("DPO", {"f_divergence_type": "js_divergence"}, "f_divergence_type"),
-    ("GRPO", {"loss_type": "cispo"}, "'cispo'"),
-    ("GRPO", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
-    ("GRPO", {}, "prompts only, without answers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("SFT", {"loss_type": "dft"}, r"SFTTrainer has \{'loss_type': 'dft'\}"),
+        ("SFT", {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ("DPO", {"loss_type": ["hinge"]}, "'hinge'"),
+        ("DPO", {"ld_alpha": 0.5}, "ld_alpha"),
+        ("DPO", {"f_divergence_type": "js_divergence"}, "f_divergence_type"),
+        ("GRPO", {"loss_type": "cispo"}, "'cispo'"),
+        ("GRPO", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        ("GRPO", {}, "prompts only, without answers"),
+    ],
+)
 def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
     if name == "GRPO":
         trainer = policy_trainer(hub.llama, tmp_path, **settings)

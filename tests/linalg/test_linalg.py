@@ -313,14 +313,21 @@ def test_scores_add_up_over_checkpoints_in_place(out_dtype, train_dtype):
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("train", "targets", "rtol"), [
-    (TRAIN[0], TARGETS[0], 1e-12),
-    (TRAIN[0].float(), TARGETS[0].float(), 1e-5),
-    (TRAIN[0].half(), TARGETS[0].half(), 1e-5),
-    (torch.tensor([[3e-30, 4e-30]]), torch.tensor([[3e30, 4e30], [-4e30, 3e30]]), 1e-6),  # squares out of range
-    (torch.zeros(1, 2), torch.ones(1, 2), 0),
-    (torch.ones(1, 2), torch.zeros(1, 2), 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("train", "targets", "rtol"),
+    [
+        (TRAIN[0], TARGETS[0], 1e-12),
+        (TRAIN[0].float(), TARGETS[0].float(), 1e-5),
+        (TRAIN[0].half(), TARGETS[0].half(), 1e-5),
+        (
+            torch.tensor([[3e-30, 4e-30]]),
+            torch.tensor([[3e30, 4e30], [-4e30, 3e30]]),
+            1e-6,
+        ),  # squares out of range
+        (torch.zeros(1, 2), torch.ones(1, 2), 0),
+        (torch.ones(1, 2), torch.zeros(1, 2), 0),
+    ],
+)
 def test_cosine_is_the_product_over_both_norms_and_zero_for_zero_rows(train, targets, rtol):
     layout = FeatureLayout.joint(train.shape[1])
     found = score_block(unit_segments(train, layout=layout), unit_segments(targets, layout=layout))

@@ -293,13 +293,16 @@ def test_models_that_share_parts_are_refused(shared):
     torch.testing.assert_close((whole.state_dict(), part.state_dict()), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("rows", "seen"), [
-    ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
-    ([-1], r"hold \[-1\]"),
-    (MASKS[0], "must be a list of integers"),
-    ([0.5], "must be a list of integers"),
-    ([], "no row to train on"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "seen"),
+    [
+        ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
+        ([-1], r"hold \[-1\]"),
+        (MASKS[0], "must be a list of integers"),
+        ([0.5], "must be a list of integers"),
+        ([], "no row to train on"),
+    ],
+)
 def test_rows_that_are_no_train_rows_are_refused(rows, seen):
     training = recipe().train_fn
     for call in (partial(training, rows, 0), partial(training.train_many, [rows], [0])):

@@ -78,13 +78,16 @@ def test_a_failing_training_names_subset_and_seed_and_keeps_the_rest(tmp_path, e
     assert len(rest.calls) == 2 + 7, "one per seed is repeated"
 
 
-@pytest.mark.parametrize(("change", "seen"), [
-    ({"masks": subset_masks(10, 5, seed=1)}, "masks is '"),
-    ({"seeds": (0, 2)}, r"seeds is \[0, 1\] there, \[0, 2\] here"),
-    ({"train": lambda indices, seed: 1.0}, "training.train_fn"),
-    ({"output_fn": other_targets}, "training.output_fn"),
-    ({"train_id": "mine"}, "training.id is 'absent' there, 'mine' here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"masks": subset_masks(10, 5, seed=1)}, "masks is '"),
+        ({"seeds": (0, 2)}, r"seeds is \[0, 1\] there, \[0, 2\] here"),
+        ({"train": lambda indices, seed: 1.0}, "training.train_fn"),
+        ({"output_fn": other_targets}, "training.output_fn"),
+        ({"train_id": "mine"}, "training.id is 'absent' there, 'mine' here"),
+    ],
+)
 def test_other_masks_seeds_or_functions_are_refused_at_the_same_path(tmp_path, change, seen):
     retrained(path=tmp_path / "r")
     with pytest.raises(ManifestMismatchError, match=seen):
@@ -113,11 +116,14 @@ FAILED = r"subset 0, seed 0 .* failed \(ZeroDivisionErr"
 NAN = "1 of 2 outputs .* subset 0, seed 0 .* target 1"
 
 
-@pytest.mark.parametrize(("settings", "seen", "error"), [
-    ({"output_fn": lambda total: [total / 0]}, FAILED, RetrainingError),
-    ({"output_fn": lambda total: [0, np.nan]}, NAN, NonFiniteError),
-    *((*case, InvalidInputError) for case in INVALID),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "seen", "error"),
+    [
+        ({"output_fn": lambda total: [total / 0]}, FAILED, RetrainingError),
+        ({"output_fn": lambda total: [0, np.nan]}, NAN, NonFiniteError),
+        *((*case, InvalidInputError) for case in INVALID),
+    ],
+)
 def test_what_cannot_be_retrained_is_refused(settings, seen, error):
     with pytest.raises(error, match=seen):
         retrained(**settings)

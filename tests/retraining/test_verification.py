@@ -205,13 +205,16 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     assert len(itself.calls) == 3
 
 
-@pytest.mark.parametrize(("changes", "error", "seen"), [
-    ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
-    ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
-    ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
-    ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
-    ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "error", "seen"),
+    [
+        ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
+        ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
+        ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
+        ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
+        ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
+    ],
+)
 def test_what_cannot_be_verified_is_refused(attributor, changes, error, seen):
     training = Training()
     given = {"train_fn": training, "targets": TARGETS, "budget": 3, **changes}

@@ -106,16 +106,19 @@ def test_the_prediction_is_the_sum_of_scores():
     assert json.loads(json.dumps(both.to_json()))["predicted"] == both.predicted.tolist()
 
 
-@pytest.mark.parametrize(("rows", "seen"), [
-    ({}, "got 0 to remove, 0 to add, 0 to relabel of 10"),
-    ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
-    ({"remove": [1], "add": [1]}, "each in one of these only"),
-    ({"remove": [1, 1]}, "remove names a row twice"),
-    ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
-    ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
-    ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
-    ({"remove": np.zeros(10, bool)}, "at least one row"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "seen"),
+    [
+        ({}, "got 0 to remove, 0 to add, 0 to relabel of 10"),
+        ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
+        ({"remove": [1], "add": [1]}, "each in one of these only"),
+        ({"remove": [1, 1]}, "remove names a row twice"),
+        ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
+        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
+        ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
+        ({"remove": np.zeros(10, bool)}, "at least one row"),
+    ],
+)
 def test_sets_that_cannot_be_changed_are_refused(rows, seen):
     with pytest.raises(InvalidInputError, match=seen):
         what_if(held_scores(np.ones((10, 3))), **rows)
@@ -310,14 +313,17 @@ FEW = "budget must be at least 9 and base_seeds at least 2 seeds, got "
 SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
 
 
-@pytest.mark.parametrize(("changes", "seen"), [
-    ({"budget": 8}, f"{FEW}8 and 5"),
-    ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
-    ({"shares": (0.0, 0.1)}, SHARES),
-    ({"shares": ()}, "shares must lie between 0 and 1"),
-    ({"groups": "author"}, "author"),
-    ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"budget": 8}, f"{FEW}8 and 5"),
+        ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
+        ({"shares": (0.0, 0.1)}, SHARES),
+        ({"shares": ()}, "shares must lie between 0 and 1"),
+        ({"groups": "author"}, "author"),
+        ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
+    ],
+)
 def test_trials_that_cannot_be_made_are_refused(scores, changes, seen):
     training = Training()
     with pytest.raises(UnknownNameError if seen == "author" else InvalidInputError, match=seen):
@@ -396,15 +402,18 @@ def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     assert len(found.to_json()["measured"]) == 2
 
 
-@pytest.mark.parametrize(("changes", "seen"), [
-    ({"target": M}, f"{M}"),
-    ({"goal": 0.0}, "goal must be a change other than 0"),
-    ({"goal": np.nan}, "got nan"),
-    ({"most": 1.0}, "most a share of at least one of 120 rows but not all"),
-    ({"chance": 0.5}, "chance must lie between 0.5 and 1, got 0.5"),
-    ({"train_fn": Training()}, "A test needs train_fn, targets and a budget of at least 2"),
-    ({"train_fn": Training(), "targets": ASKED, "budget": 1}, "budget=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"target": M}, f"{M}"),
+        ({"goal": 0.0}, "goal must be a change other than 0"),
+        ({"goal": np.nan}, "got nan"),
+        ({"most": 1.0}, "most a share of at least one of 120 rows but not all"),
+        ({"chance": 0.5}, "chance must lie between 0.5 and 1, got 0.5"),
+        ({"train_fn": Training()}, "A test needs train_fn, targets and a budget of at least 2"),
+        ({"train_fn": Training(), "targets": ASKED, "budget": 1}, "budget=1"),
+    ],
+)
 def test_repairs_that_cannot_be_asked_for_are_refused(scores, changes, seen):
     with pytest.raises(InvalidInputError, match=seen):
         repair(scores, **{"target": 0, "goal": -1.0, **changes})

@@ -179,12 +179,27 @@ def test_a_segment_without_signal_adds_nothing_at_any_damping():
     close(path, cases.with_q(cases.checkpoint_products(alone, damping=0.5), rows, "outside"), 1e-6)
 
 
-@pytest.mark.parametrize(("message", "call", "error"), [
-    ("dampings is empty", lambda: cases.drawn().scores().damping_path([]), InvalidInputError),
-    ("finite number of at least 0", lambda: cases.drawn().scores().damping_path([1, -1]), InvalidInputError),
-    ("no kernel, so it has no damping", lambda: cases.drawn().scores(GradDot()).damping_path([1]), InvalidInputError),
-    ("singular at lambda = 0", lambda: cases.drawn(num_rows=2).scores().damping_path([0]), SingularKernelError),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "call", "error"),
+    [
+        ("dampings is empty", lambda: cases.drawn().scores().damping_path([]), InvalidInputError),
+        (
+            "finite number of at least 0",
+            lambda: cases.drawn().scores().damping_path([1, -1]),
+            InvalidInputError,
+        ),
+        (
+            "no kernel, so it has no damping",
+            lambda: cases.drawn().scores(GradDot()).damping_path([1]),
+            InvalidInputError,
+        ),
+        (
+            "singular at lambda = 0",
+            lambda: cases.drawn(num_rows=2).scores().damping_path([0]),
+            SingularKernelError,
+        ),
+    ],
+)
 def test_what_has_no_answer_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -288,12 +303,15 @@ def test_subtracted_base_models_have_errors_over_runs():
     np.testing.assert_allclose(scores.standard_error(runs=[0, 0, 1, 1]), expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("message", "checkpoints", "weights", "runs"), [
-    ("runs has 2 labels, but 4 checkpoints", 4, None, ["a", "b"]),
-    ("at least 2 runs, got 1", 4, None, ["a"] * 4),
-    ("the checkpoints are not repeats of one measurement", 4, (1, -1, 1, -1), None),
-    ("at least 2 checkpoints, got 1", 1, None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "checkpoints", "weights", "runs"),
+    [
+        ("runs has 2 labels, but 4 checkpoints", 4, None, ["a", "b"]),
+        ("at least 2 runs, got 1", 4, None, ["a"] * 4),
+        ("the checkpoints are not repeats of one measurement", 4, (1, -1, 1, -1), None),
+        ("at least 2 checkpoints, got 1", 1, None, None),
+    ],
+)
 def test_groups_that_mean_nothing_are_refused(message, checkpoints, weights, runs):
     scores = cases.drawn(num_checkpoints=checkpoints).scores(
         replace(cases.DEFAULT, checkpoint_weights=weights)

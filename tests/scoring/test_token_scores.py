@@ -177,16 +177,33 @@ def unit_rows():
     return token_scores(attributor(normalize="unit").score(TARGETS), TRAIN, [0])
 
 
-@pytest.mark.parametrize(("said", "call", "error"), [
-    ("divide train rows by their norms", lambda s: token_scores(s("GradCos"), TRAIN, [0]), InvalidInputError),
-    ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
-    ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
-    ("'image_classification', whose output is not a sum", lambda _: of_images("gap", task=gap), InvalidInputError),
-    *(("rows must be whole numbers from 0 to 4", lambda s, rows=rows: token_scores(s(), TRAIN, rows),
-      InvalidInputError) for rows in ([], [N], [-1], [0.5])),
-    ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
-    ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "call", "error"),
+    [
+        (
+            "divide train rows by their norms",
+            lambda s: token_scores(s("GradCos"), TRAIN, [0]),
+            InvalidInputError,
+        ),
+        ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
+        ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
+        (
+            "'image_classification', whose output is not a sum",
+            lambda _: of_images("gap", task=gap),
+            InvalidInputError,
+        ),
+        *(
+            (
+                "rows must be whole numbers from 0 to 4",
+                lambda s, rows=rows: token_scores(s(), TRAIN, rows),
+                InvalidInputError,
+            )
+            for rows in ([], [N], [-1], [0.5])
+        ),
+        ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
+        ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
+    ],
+)
 def test_what_cannot_be_split_over_tokens_is_refused(plain, call, error, said):
     with pytest.raises(error, match=said):
         call(lambda method=None: plain.score(TARGETS, method=method))

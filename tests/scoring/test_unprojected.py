@@ -164,17 +164,20 @@ def test_only_the_fit_is_stored_and_found_again(tmp_path):
 SPACE, PLAIN = r"needs stored feature rows.*EKFAC", GradDot(q="off")
 
 
-@pytest.mark.parametrize(("said", "call"), [
-    *((SPACE, lambda m=m: streamed(m)) for m in (GaussNewton(), Fisher(), TRAK())),
-    (SPACE, lambda: Refine(method=GaussNewton())),
-    ("candidates", lambda: Refine(candidates=0)),
-    ("do not support normalize='adam'", lambda: streamed(PLAIN, attributor(normalize="adam"))),
-    ("support normalize='adam_update'", lambda: streamed(PLAIN, attributor(normalize="adam_update"))),
-    ("learning_rates has 3 numbers", lambda: streamed(TracIn(learning_rates=(1, 2, 3)))),
-    ("checkpoints is empty", lambda: streamed(checkpoints=[])),
-    ("k must", lambda: streamed(k=0)),
-    ("max_bytes", lambda: streamed(max_bytes=-1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "call"),
+    [
+        *((SPACE, lambda m=m: streamed(m)) for m in (GaussNewton(), Fisher(), TRAK())),
+        (SPACE, lambda: Refine(method=GaussNewton())),
+        ("candidates", lambda: Refine(candidates=0)),
+        ("do not support normalize='adam'", lambda: streamed(PLAIN, attributor(normalize="adam"))),
+        ("support normalize='adam_update'", lambda: streamed(PLAIN, attributor(normalize="adam_update"))),
+        ("learning_rates has 3 numbers", lambda: streamed(TracIn(learning_rates=(1, 2, 3)))),
+        ("checkpoints is empty", lambda: streamed(checkpoints=[])),
+        ("k must", lambda: streamed(k=0)),
+        ("max_bytes", lambda: streamed(max_bytes=-1)),
+    ],
+)
 def test_what_cannot_be_streamed_is_refused(call, said):
     with pytest.raises(InvalidInputError, match=said):
         call()

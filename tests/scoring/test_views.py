@@ -144,22 +144,25 @@ def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(tmp_path,
         np.testing.assert_array_equal(sparse.top(k).indices, dense.top(k).indices)
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda s: s.standard_error([]), "rows must be whole numbers from 0 to 29"),
-    (lambda s: s.standard_error([30]), "from 0 to 29"),
-    (lambda s: s.standard_error([0.5]), "whole numbers"),
-    (lambda s: s.standard_error([[0], [1]]), r"for all targets \(4, k\), got int64 of shape \(2, 1\)"),
-    (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
-    (lambda s: s.standard_error(target=4), "no target 4"),
-    (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
-    (lambda s: s.top(0), "k must be an integer of at least 1"),
-    (lambda s: s.top(3, target=M), "no target 4: 'targets' has targets 0 to 3"),
-    (lambda s: s.top(3, sign="good"), r"sign must be one of \['harmful', 'helpful'\]"),
-    (lambda s: s.group([1, 2]), "one label for each of 30, got an array of shape"),
-    (lambda s: s.group([[0] * 30]), r"one label for each of 30, got an array of shape \(1, 30\)"),
-    (lambda s: s.group(targets=[0] * 5), "labels of targets must hold one label for each of 4"),
-    (lambda s: s.group(), "No labels were given to group by"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.standard_error([]), "rows must be whole numbers from 0 to 29"),
+        (lambda s: s.standard_error([30]), "from 0 to 29"),
+        (lambda s: s.standard_error([0.5]), "whole numbers"),
+        (lambda s: s.standard_error([[0], [1]]), r"for all targets \(4, k\), got int64 of shape \(2, 1\)"),
+        (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
+        (lambda s: s.standard_error(target=4), "no target 4"),
+        (lambda s: s.reliability(max_rows=0), "max_rows must be an integer of at least 1"),
+        (lambda s: s.top(0), "k must be an integer of at least 1"),
+        (lambda s: s.top(3, target=M), "no target 4: 'targets' has targets 0 to 3"),
+        (lambda s: s.top(3, sign="good"), r"sign must be one of \['harmful', 'helpful'\]"),
+        (lambda s: s.group([1, 2]), "one label for each of 30, got an array of shape"),
+        (lambda s: s.group([[0] * 30]), r"one label for each of 30, got an array of shape \(1, 30\)"),
+        (lambda s: s.group(targets=[0] * 5), "labels of targets must hold one label for each of 4"),
+        (lambda s: s.group(), "No labels were given to group by"),
+    ],
+)
 def test_questions_without_an_answer_are_refused(made, call, message):
     with pytest.raises(InvalidInputError, match=message):
         call(made.score(TARGETS))
@@ -173,14 +176,17 @@ def test_scores_by_an_inverse_curvature_have_no_damping_path_and_no_self_influen
         scores.self_influence()
 
 
-@pytest.mark.parametrize(("message", "settings"), [
-    ("k=3 needs dense=False", {"k": 3}),
-    ("k must be an integer of at least 1", {"k": 0, "dense": False}),
-    ("has 2 numbers, but 3 checkpoints", {"method": GaussNewton(checkpoint_weights=[1, 2])}),
-    ("recall", {"recall": 0.9}),
-    ("recall", {"recall": 0.9, "k": 3}),
-    ("recall", {"recall": 1.0, "dense": False, "k": 3}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "settings"),
+    [
+        ("k=3 needs dense=False", {"k": 3}),
+        ("k must be an integer of at least 1", {"k": 0, "dense": False}),
+        ("has 2 numbers, but 3 checkpoints", {"method": GaussNewton(checkpoint_weights=[1, 2])}),
+        ("recall", {"recall": 0.9}),
+        ("recall", {"recall": 0.9, "k": 3}),
+        ("recall", {"recall": 1.0, "dense": False, "k": 3}),
+    ],
+)
 def test_settings_that_do_not_fit_are_refused_and_no_target_is_featurized(made, settings, message):
     with pytest.raises(InvalidInputError, match=message):
         made.score(TARGETS, name="refused", **settings)

@@ -54,8 +54,8 @@ def predict(model, sample):
 )
 
 
-def finished_run(folder: Path, recipe: str = RECIPE, **changes: str) -> Path:
-    assert cli.main(["run", write_case(folder, recipe=recipe, **changes)]) == 0
+def finished_run(folder: Path, *more: str, recipe: str = RECIPE, **changes: str) -> Path:
+    assert cli.main(["run", write_case(folder, recipe=recipe, **changes), *more]) == 0
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cli_cases import functions, opened
 from safetensors.torch import save_file
-from serve_cases import HOSTILE, marks_in, pages_in, served
+from serve_cases import HOSTILE, finished_run, marks_in, pages_in, served
 
 from trak_lite.errors import CheckpointError, ManifestMismatchError
 
@@ -45,6 +45,17 @@ def test_a_target_shows_its_strongest_rows_of_those_that_pass_the_filters(reques
         assert f"4 most helpful and 4 most harmful of {len(rows)} train rows" in page.text
         assert "estimates how much" in page.text
     assert asked.get("/", target=2, **{"where-colour": "1"}).status == 404
+
+
+def test_scores_of_another_method_than_the_stores_are_served_where_the_run_has_only_these(tmp_path):
+    folder = finished_run(tmp_path, "--score.method", "GradDot")
+    column = opened(folder).scores("held-out", method="GradDot").numpy()[:, 2]
+    for recipe in (True, False):
+        with served(pages_in(folder, recipe=recipe)) as client:
+            assert client.page("/", target=2, k=4).rows() == [
+                *sorted_rows(column)[:4],
+                *sorted_rows(-column)[:4],
+            ]
 
 
 TWO = {"where-label": "1", "where-source": "x" * 5000}

@@ -103,13 +103,13 @@ ONE = "1 2 3 4 5 6"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    return finished_run(tmp_path_factory.mktemp("language"), RECIPE, config=CONFIG)
+    return finished_run(tmp_path_factory.mktemp("language"), recipe=RECIPE, config=CONFIG)
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     config = f"{CONFIG}  task: answer_difference\n"
-    return finished_run(tmp_path_factory.mktemp("answers"), OF_ANSWERS, config=config)
+    return finished_run(tmp_path_factory.mktemp("answers"), recipe=OF_ANSWERS, config=config)
 
 
 def token_gradients(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> np.ndarray:

@@ -206,11 +206,14 @@ if sys.argv[2] == "raised":
 """
 
 
-@pytest.mark.parametrize(("how", "code", "last"), [
-    ("ends", 0, r"\A\Z"),
-    ("raised", 1, r"\ATraceback.*\n[\w.]+InvalidInputError: .*\n\Z"),
-    ("killed", 9, r"\A\Z"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("ends", 0, r"\A\Z"),
+        ("raised", 1, r"\ATraceback.*\n[\w.]+InvalidInputError: .*\n\Z"),
+        ("killed", 9, r"\A\Z"),
+    ],
+)
 def test_a_process_may_end_with_rows_that_are_not_done(tmp_path, expected, how, code, last):
     """No file is closed twice at exit, nothing but its own error is printed, and the next process goes on."""
     here = Path(__file__).parent
@@ -336,10 +339,13 @@ def test_adding_a_checkpoint_to_a_finished_experiment_keeps_its_scores_right(tmp
     np.testing.assert_array_equal(alone, kept)
 
 
-@pytest.mark.parametrize(("count", "error", "match"), [
-    (M, errors.InvalidInputError, r"Rows \[2\] of the targets of 'test'.*use another exp_name"),
-    (3, errors.ManifestMismatchError, r"row 2 of the targets of 'test'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "error", "match"),
+    [
+        (M, errors.InvalidInputError, r"Rows \[2\] of the targets of 'test'.*use another exp_name"),
+        (3, errors.ManifestMismatchError, r"row 2 of the targets of 'test'"),
+    ],
+)
 def test_other_targets_under_a_used_name_are_refused(tmp_path, count, error, match):
     """They would be skipped as done, and the scores be those of the first ones; also after a kill."""
     traker, (images, labels) = made(tmp_path, "scoring"), target_batch()

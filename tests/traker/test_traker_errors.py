@@ -43,21 +43,24 @@ class Foreign:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("changes", "error", "match"), [
-    ({"saver": "MmapSaver"}, InvalidInputError, "saver='MmapSaver' is not supported"),
-    ({"score_computer": dict}, InvalidInputError, "score_computer=<class 'dict'> is not supported"),
-    ({"task": "image_clasification"}, UnknownTaskError, "Did you mean 'image_classification'"),
-    ({"train_set_size": 0}, InvalidInputError, "train_set_size must be an integer of at least 1, got 0"),
-    ({"train_set_size": 2.0}, InvalidInputError, "train_set_size must be an integer"),
-    ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1, got 0"),
-    ({"device": "gpu"}, InvalidInputError, "Unknown device 'gpu'"),
-    ({"grad_wrt": ["first.wieght"]}, InvalidInputError, r"Nearest known: \['first.weight'\]"),
-    ({"grad_wrt": []}, InvalidInputError, "grad_wrt is empty"),
-    ({"lambda_reg": -1.0}, InvalidInputError, "lambda_reg must be a finite number of at least 0, got -1"),
-    ({"lambda_reg": None}, InvalidInputError, "lambda_reg must be a finite number .* got None"),
-    ({"projector": Foreign()}, InvalidInputError, "projector is a .*Foreign, expected .*AbstractProj"),
-    ({"gradient_computer": Foreign}, InvalidInputError, "gradient_computer returned a .*Foreign, exp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"saver": "MmapSaver"}, InvalidInputError, "saver='MmapSaver' is not supported"),
+        ({"score_computer": dict}, InvalidInputError, "score_computer=<class 'dict'> is not supported"),
+        ({"task": "image_clasification"}, UnknownTaskError, "Did you mean 'image_classification'"),
+        ({"train_set_size": 0}, InvalidInputError, "train_set_size must be an integer of at least 1, got 0"),
+        ({"train_set_size": 2.0}, InvalidInputError, "train_set_size must be an integer"),
+        ({"proj_dim": 0}, InvalidInputError, "proj_dim must be an integer of at least 1, got 0"),
+        ({"device": "gpu"}, InvalidInputError, "Unknown device 'gpu'"),
+        ({"grad_wrt": ["first.wieght"]}, InvalidInputError, r"Nearest known: \['first.weight'\]"),
+        ({"grad_wrt": []}, InvalidInputError, "grad_wrt is empty"),
+        ({"lambda_reg": -1.0}, InvalidInputError, "lambda_reg must be a finite number of at least 0, got -1"),
+        ({"lambda_reg": None}, InvalidInputError, "lambda_reg must be a finite number .* got None"),
+        ({"projector": Foreign()}, InvalidInputError, "projector is a .*Foreign, expected .*AbstractProj"),
+        ({"gradient_computer": Foreign}, InvalidInputError, "gradient_computer returned a .*Foreign, exp"),
+    ],
+)
 def test_a_bad_setting_is_refused(tmp_path, changes, error, match):
     with refused(tmp_path, error, match):
         make_traker(tmp_path, **changes)
@@ -129,11 +132,14 @@ def test_a_step_out_of_place_is_refused(tmp_path, stage, call, error, match):
         call(traker)
 
 
-@pytest.mark.parametrize(("match", "stage", "load", "error", "go_on"), [
-    ("No checkpoint is", "new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all),
-    ("No c", "featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all),
-    ("No scoring was s", "scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("match", "stage", "load", "error", "go_on"),
+    [
+        ("No checkpoint is", "new", lambda t: t.load_checkpoint({}, 0), CheckpointError, featurize_all),
+        ("No c", "featurized", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, featurize_all),
+        ("No scoring was s", "scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, score_all),
+    ],
+)
 def test_after_a_refused_checkpoint_nothing_is_put(tmp_path, match, stage, load, error, go_on):
     traker = at(stage, make_traker(tmp_path))
     before = copy.deepcopy(traker.model.state_dict())

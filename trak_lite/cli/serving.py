@@ -19,7 +19,7 @@ from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.tables import num_train_rows, score_path, scored_names
+from trak_lite.run.tables import all_score_paths, num_train_rows, score_path, scored_names
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -108,13 +108,14 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
 
 def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> AbstractModelOutput | None:
     """Return the task of a set if its targets are those of the recipe."""
-    asked, method = sets.scores(name).settings.get("task"), live.attributor.method
+    scores = sets.scores(name)
+    path = score_path(name, scores.method, live.attributor.method)
     with open_store(config.path) as store:
-        stored = store.open_table(score_path(name, method, method)).spec.fingerprint.get("targets", {})
+        stored = store.open_table(path).spec.fingerprint.get("targets", {})
     # A function, or a task with settings of its own, is known only if it is that of the config.
-    for task in {config.values["score"]["task"], asked}:
+    for task in {config.values["score"]["task"], scores.settings.get("task")}:
         with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
-            run = live.attributor.scores(name, method=sets.scores(name).method, task=task).run
+            run = live.attributor.scores(name, method=scores.method, task=task).run
             found = run.target_identity(run.targets(live.targets))
             if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
                 return run.target_task
@@ -124,5 +125,5 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
 def _names(config: RunConfig) -> list[str]:
     """Return the names of the stored target sets, that of the config first."""
     with open_store(config.path) as store:
-        names = scored_names(store)
-    return sorted(names, key=lambda name: name != config.values["score"]["name"])
+        own, names = scored_names(store), {path.split("/")[1] for path in all_score_paths(store)}
+    return sorted(names, key=lambda name: (name != config.values["score"]["name"], name not in own, name))

@@ -121,7 +121,9 @@ class CurvatureProducts:
                 part = slice(start, start + step)
                 named = by_name(vectors[part], self.parameters)
                 found = self._products(outputs, outputs.in_own_dtypes(named))
-                total[part] += torch.cat([found[name].flatten(1) for name in self.parameters], 1)
+                total[part] += torch.cat(
+                    [found[name].reshape(len(vectors[part]), -1) for name in self.parameters], 1
+                )
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:

@@ -335,7 +335,8 @@ def load_into(
         own: The model's original weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
             ``None`` if the model has them now.
         modes: ``training``, when the values were read, of modules that override ``train``, by name; of those that are
-            not in it ``True``. The model's own values, and adapters, are loaded in these modes.
+            not in it ``True``. The model's own values, adapters, and any checkpoint if ``own`` is ``None`` are loaded
+            in these modes.
 
     Raises:
         CheckpointError: If names, shapes or adapters do not fit; lists the first mismatches. Nothing is copied.
@@ -357,7 +358,8 @@ def load_into(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     adapters = adapters or unnamed_adapter(model, state, is_adapter=checkpoint.is_adapter)
-    with in_modes(model, modes if load is None or adapters else {}):
+    is_read_here = own is None or load is None or adapters  # else it was saved in train mode
+    with in_modes(model, modes if is_read_here else {}):
         _load_state(model, checkpoint, state, adapters, own)
 
 

@@ -278,6 +278,47 @@ def test_scores_are_those_of_dense_matrices(name, tmp_path):
         close(found.numpy(), plain.scores([(np.arange(6), whole.T @ whole)], 0.3))
 
 
+class Texts(nn.Module):
+    """Scores of the next token by a token alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(5, 9)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.layer(self.table(ids))))
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("sides", [("",), ("chosen_", "rejected_")], ids=len)
+def test_padding_has_no_part_in_the_factors(sides, corrected):
+    """A batch of one has none. The layers give outputs for it, which have no gradients."""
+
+    def collated(samples):
+        named = {f"{side}input_ids": [sample[i] for sample in samples] for i, side in enumerate(sides)}
+        named |= {
+            n.replace("input_ids", "attention_mask"): list(map(torch.ones_like, named[n])) for n in [*named]
+        }
+        return {name: nn.utils.rnn.pad_sequence(part, batch_first=True) for name, part in named.items()}
+
+    def output(call, batch):
+        found = []
+        for side in sides:
+            ids, mask = batch[f"{side}input_ids"], batch[f"{side}attention_mask"]
+            every = call(ids).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+            found.append((every * mask[:, 1:]).sum(1))
+        return found[0] - sum(found[1:])
+
+    torch.manual_seed(0)
+    model, method = Texts(), EKFAC(damping=0.3, fisher="empirical", correct_eigenvalues=corrected)
+    texts = [[torch.randint(9, (2 + (3 * i + j) % 5,), device="cpu") for j in range(2)] for i in range(10)]
+    alone, together = (
+        streamed(model, output, in_batches(texts, size), in_batches(texts[:3], 1), method, collate=collated)
+        for size in (1, 5)
+    )
+    close(together.numpy(), alone.numpy())
+
+
 @pytest.mark.parametrize("corrected", [True, False])
 def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_path, monkeypatch):
     """Each of two draws counts a half; the labels of a row do not depend on the batches."""

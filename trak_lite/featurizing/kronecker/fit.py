@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from trak_lite._devices import full_float32, wide_dtype
 from trak_lite._eval_caches import passes_undone
@@ -32,7 +32,7 @@ from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.featurizing.fisher import require_writable
 from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays, decomposed
-from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units
+from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units, position_masks
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import refusal
 from trak_lite.gradient_computers.parameters import ParameterChoice
@@ -47,7 +47,7 @@ __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[RowNumbers, Batch]]]
 """Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
@@ -111,6 +111,8 @@ class _LossGradients:
     method: EKFAC
     grad_wrt: ParameterChoice | None
     num_rows: int | None
+    masks: Sequence[Tensor] = ()
+    """Of the present batch; see :func:`position_masks`."""
     _seen: int = 0
 
     @property
@@ -134,6 +136,7 @@ class _LossGradients:
         self._seen = 0
         for rows, batch in self.batches():
             self._seen += len(rows)
+            self.masks = position_masks(batch)
             with full_float32(self.device):
                 for draw in range(first_draw, first_draw + self.method.draws):
                     labelled = batch
@@ -160,7 +163,7 @@ def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     sums = [UnitSums(found.unit, rows.method.max_side) for found in arrays]
     sums_of = {name: own for own in sums for name in own.unit.names}
     rows.stream(
-        lambda block: sums_of[block.name].add(block),
+        lambda block: sums_of[block.name].add(block, rows.masks),
         after_batch=lambda: None,
         keep_factors=True,
         first_draw=0,

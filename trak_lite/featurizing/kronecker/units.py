@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -27,11 +27,12 @@ from trak_lite._devices import add_at_, precise, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
 from trak_lite.projectors._base import sample_pieces
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, ParameterShapes
+from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, ParameterShapes
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ENTRY_BYTES = 16
 """Of a gradient entry that is formed, and of what is computed from it."""
+_NO_LABEL = -100
 _SAME = 1e-3
 """Relative difference up to which the gradient of a bias equals the sum of the weight's output gradients."""
 
@@ -217,8 +218,8 @@ class UnitSums:
         return bool((self._gap.abs() <= _SAME * self._size).all())
 
     @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        """Add the gradients of the weight or of the bias of some samples."""
+    def add(self, block: GradientBlock, masks: Sequence[Tensor] = ()) -> None:
+        """Add the gradients of the weight or of the bias of some samples; see :func:`position_masks`."""
         if block.name == self.unit.bias:
             self._add_bias(block)
         elif (
@@ -227,12 +228,15 @@ class UnitSums:
             and (block.output_grads.shape[2], block.inputs.shape[2]) == (self.unit.rows, self.unit.columns)
             and min(self.unit.rows, self.unit.width) <= self.max_side
         ):
-            self._add_factors(block)
+            self._add_factors(block, masks)
         else:
             self._add_squares(block)
 
-    def _add_factors(self, block: FactoredBlock) -> None:
-        x, g = precise(block.inputs).flatten(0, 1), precise(block.output_grads).flatten(0, 1)
+    def _add_factors(self, block: FactoredBlock, masks: Sequence[Tensor]) -> None:
+        x, g = precise(block.inputs), precise(block.output_grads)
+        if self.unit.has_gaps:
+            x = _without_padding(x, g, [mask[block.start :][: len(x)] for mask in masks])
+        x, g = x.flatten(0, 1), g.flatten(0, 1)
         self.dtype = torch.promote_types(self.dtype, torch.promote_types(x.dtype, g.dtype))
         used = float(len(x))
         if self.unit.has_gaps and block.inputs.shape[1] > 1:  # without padding
@@ -281,6 +285,32 @@ class UnitSums:
     def _zeros(self, side: int, device: torch.device) -> Tensor:
         shape = (side,) if side > self.max_side else (side, side)
         return torch.zeros(shape, dtype=wide_dtype(device), device=device)
+
+
+def position_masks(batch: Batch) -> list[Tensor]:
+    """Return which positions of the texts of a batch are no padding, ``(B, T)``, as its masks and labels say.
+
+    A layer computes outputs for padding too. Their gradients are zero, but its inputs would count in the factors. Of
+    texts in several columns (answers that are compared), the last masks are those of all, one after the other.
+    """
+    columns = batch if isinstance(batch, Mapping) else {}
+    named = [value for name, value in columns.items() if str(name).endswith("attention_mask")]
+    masks = [mask != 0 for mask in named if isinstance(mask, Tensor) and mask.dim() == 2]
+    labels = columns.get("labels")  # of a decoder, which has other lengths
+    if masks and isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape != masks[0].shape:
+        masks.append(labels != _NO_LABEL)
+    together = [torch.cat(part, 1) for part in (masks, masks[::-1])] if len(masks) > 1 else []
+    return [*masks, *together]
+
+
+def _without_padding(inputs: Tensor, grads: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """Return the inputs ``(b, T, d)`` with zeros at the padding, by the first mask that fits the output gradients."""
+    used, kept = grads.any(2), None
+    for mask in reversed(masks):
+        if mask.shape == used.shape:
+            is_fit = ~(used & ~mask).any()
+            kept = torch.where(is_fit, mask, torch.ones_like(mask) if kept is None else kept)
+    return inputs if kept is None else inputs.masked_fill(~kept.unsqueeze(2), 0)
 
 
 def _add_second_moments(total: Tensor, rows: Tensor) -> None:
