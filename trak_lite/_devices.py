@@ -312,13 +312,13 @@ def undisturbed(seed: int | None = None) -> Iterator[None]:
     """Restore all random states after the block, also after an error.
 
     These are the states of Python, NumPy and torch, the latter on the CPU and every device of the accelerator. The
-    block begins with those of a seed (on the CPU), if one is given.
+    block begins with those of a seed, if one is given.
     """
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global state, which training uses
     with forked_rng():
         try:
             if seed is not None:
-                for seeded in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+                for seeded in (random.seed, np.random.seed, torch.manual_seed):
                     seeded(seed)
             yield
         finally:

@@ -169,11 +169,11 @@ class StateBeforePass:
 
 
 @contextmanager
-def passes_undone(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Undo the passes of the block, and their backward passes with them; see :class:`StateBeforePass`."""
+def passes_undone(model: nn.Module, always: bool = False) -> Iterator[StateBeforePass]:
+    """Undo the passes of the block, whose backward passes end in it; see :class:`StateBeforePass`."""
     state = StateBeforePass(model.modules())
     try:
-        yield
+        yield state
     finally:
         state.restore(always)
 
@@ -189,7 +189,8 @@ def remembering() -> Iterator[None]:
 
 
 def _holds(place: Any) -> bool:
-    return bool(place) and isinstance(place, dict)  # those of a scripted module are made anew in each access
+    """Return whether buffers or submodules can be put back. Those of a scripted module are a copy in each access."""
+    return bool(place) and isinstance(place, dict)
 
 
 def _parameters(modules: Mapping[str, nn.Module | None]) -> set[int]:

@@ -165,7 +165,7 @@ class TRAKer:
         self._kernel = KernelSettings(weighting="none", lambda_reg=self.lambda_reg, rescale_inverse=True)
         self._digest: str | None = None
         """Digest of the weights that were loaded."""
-        self._versions: dict[str, int] = {}
+        self._versions: dict[str, int | None] = {}
         """Autograd's counters of what is written to them, which tell changes without reading a weight."""
         self._train: _Cursor | None = None
         self._target: _Cursor | None = None
@@ -463,7 +463,8 @@ class TRAKer:
                 f"The model has the weights of another checkpoint, not those for {cursor.label}. Load that checkpoint "
                 "again (load_checkpoint or start_scoring_checkpoint)."
             )
-        if changed_parameters(self.model, self._versions):
+        names = {name for name, _ in self.model.named_parameters()}
+        if names != self._versions.keys() or changed_parameters(self.model, self._versions):
             raise StateError(
                 "The weights of the model have changed since the checkpoint was loaded. Load the checkpoint again."
             )

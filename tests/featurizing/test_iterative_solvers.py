@@ -1,6 +1,7 @@
 """CG and LiSSA against dense solves with a Gauss-Newton matrix of autograd's Jacobians, in float64."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -93,6 +94,32 @@ def texts(count, seed):
 
 
 TRAIN, TARGETS = data(N, 0), data(M, 1)
+
+
+class Sized(nn.Linear):
+    """Returns the norms of its inputs, or keeps them for f to read."""
+
+    def __init__(self, returns):
+        super().__init__(4, 3)
+        self.returns, self.size = returns, None
+
+    def forward(self, x):
+        self.size = x.norm(dim=1)
+        return (super().forward(x), self.size) if self.returns else super().forward(x)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_products_are_those_of_an_f_that_reads_what_the_pass_keeps(size):
+    def output(call, batch):
+        found = call(batch[0])
+        found, sizes = found if call.model.returns else (found, call.model.size)
+        return found.log_softmax(1).gather(1, batch[1][:, None])[:, 0] * sizes
+
+    kept, returned = (
+        streamed(prepared(partial(Sized, returns)), output, Rows(TRAIN, batch_size=size), TARGETS, CG())
+        for returns in (False, True)
+    )
+    close(kept.numpy(), returned.numpy())
 
 
 def dense_matrix(model, train):

@@ -333,13 +333,25 @@ def of_one_length(change):
         ),
         (of_one_length(lambda b: {**b, "x": b["x"] - b["x"].mean(0)}), "what the collate function computes"),
         (of_one_length(lambda b: {**b, "x": b["x"] / b["x"].max()}), "what the collate function computes"),
+        (lambda samples: {**padded_pairs(samples), "id": object()}, "how far its batch is padded"),
         (of_one_length(lambda b: {**b, "place": torch.arange(len(b["x"]), device="cpu")}), None),
         (
             of_one_length(lambda b: {**b, "x": b["x"] * torch.rand(1, device="cpu")}),
             None,
         ),  # refused elsewhere
     ],
-    ids=["lengths", "centred", "mask", "number", "0-d tensor", "mean", "largest", "places", "drawn"],
+    ids=[
+        "lengths",
+        "centred",
+        "mask",
+        "number",
+        "0-d tensor",
+        "mean",
+        "largest",
+        "object",
+        "places",
+        "drawn",
+    ],
 )
 def test_a_row_that_depends_on_what_its_batch_is_collated_from_is_named(collate, cause, recwarn):
     generator = torch.Generator().manual_seed(0)
@@ -353,7 +365,7 @@ def test_a_row_that_depends_on_what_its_batch_is_collated_from_is_named(collate,
 
     torch.manual_seed(0)
     made = Attributor(nn.Linear(1, 3), output, None, collate=collate, batch_size=4, progress=False)
-    made.featurize(data)
+    made.featurize(Rows(data, name="pairs"))
 
     messages = [str(one.message) for one in recwarn if "in its batch" in str(one.message)]
     assert len(messages) == (cause is not None)

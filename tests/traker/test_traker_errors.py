@@ -107,6 +107,7 @@ STEPS = [
     ("finalized", lambda t: start(t, "a b"), InvalidInputError, "'a b' cannot be"),
     ("loaded otherwise", featurize_all, StateError, r"another checkpoint, not those .* \(model id 1\)"),
     ("trained on", featurize_all, StateError, "weights of the model have changed since the checkpoint was"),
+    ("extended", featurize_all, StateError, "weights of the model have changed since the checkpoint was"),
     ("in train mode", featurize_all, StateError, "The model is in train mode"),
     ("partly", lambda t: t.load_checkpoint(SECOND, 0), ManifestMismatchError, "with other weights: the stor"),
     ("scoring", lambda t: start(t, state=SECOND), ManifestMismatchError, "0 was featurized with other wei"),
@@ -118,6 +119,7 @@ PREPARED = {
     "scoring partly": ("scoring", lambda t: t.score(part(target_batch(), slice(0, 2)), num_samples=2)),
     "loaded otherwise": ("finalized", load_otherwise),
     "trained on": ("loaded", lambda t: nn.init.zeros_(t.model.first.weight)),
+    "extended": ("loaded", lambda t: t.model.register_parameter("more", nn.Parameter(torch.ones(3)))),
     "half precision": ("new", lambda t: t.load_checkpoint(LARGE, 0)),
     "in train mode": ("loaded", lambda t: t.model.first.train()),
 }

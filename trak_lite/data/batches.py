@@ -255,7 +255,7 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def is_same_batch(one: Batch, other: Batch) -> bool:
-    """Whether two batches hold the same values, beside tensors too; ``False`` if that cannot be known."""
+    """Whether two batches hold the same values in order, beside tensors too; ``False`` if that cannot be known."""
     values, others = _values(one), _values(other)
     return len(values) == len(others) and all(map(_is_same, values, others))
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite._devices import full_float32, precise
-from trak_lite._eval_caches import passes_undone
+from trak_lite._eval_caches import StateBeforePass, passes_undone
 from trak_lite._random import row_noise
 from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import RowNumbers, Rows
@@ -112,18 +112,17 @@ class CurvatureProducts:
 
     def _add(self, total: Tensor, vectors: Tensor, batch: Batch) -> None:
         try:
-            outputs = _ModelOutputs(
-                self.model, self.task.log_likelihood() or self.task, batch, list(self.parameters)
-            )
-            item = 4 * (outputs.num_values + vectors.shape[1])
-            step = max(1, min(_TANGENTS // batch_size(batch), _BYTES // item))
-            for start in range(0, len(vectors), step):
-                part = slice(start, start + step)
-                named = by_name(vectors[part], self.parameters)
-                found = self._products(outputs, outputs.in_own_dtypes(named))
-                total[part] += torch.cat(
-                    [found[name].reshape(len(vectors[part]), -1) for name in self.parameters], 1
-                )
+            with passes_undone(self.model, always=True) as state:
+                task = self.task.log_likelihood() or self.task
+                outputs = _ModelOutputs(self.model, task, batch, list(self.parameters), state)
+                item = 4 * (outputs.num_values + vectors.shape[1])
+                step = max(1, min(_TANGENTS // batch_size(batch), _BYTES // item))
+                for start in range(0, len(vectors), step):
+                    part = slice(start, start + step)
+                    named = by_name(vectors[part], self.parameters)
+                    found = self._products(outputs, outputs.in_own_dtypes(named))
+                    whole = [found[name].reshape(len(vectors[part]), -1) for name in self.parameters]
+                    total[part] += torch.cat(whole, 1)
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
         except MODEL_FAILURES as error:
@@ -159,12 +158,17 @@ class _ModelOutputs:
     """The outputs of the model for a batch as a function of the kept parameters, and the loss of the outputs."""
 
     def __init__(
-        self, model: nn.Module, task: AbstractModelOutput, batch: Batch, names: Sequence[str]
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        batch: Batch,
+        names: Sequence[str],
+        state: StateBeforePass,
     ) -> None:
         kept = select_parameters(model, list(names))
         self._values = {name: kept[name].detach() for name in names}
         self._constants = {name: p.detach() for name, p in model.named_parameters()}
-        self._model, self._task, self._batch = model, task, batch
+        self._model, self._task, self._batch, self._state = model, task, batch, state
         with torch.no_grad():
             recorded = _Recording(model, self._constants)
             self._terms = task.evaluate(recorded, batch)
@@ -179,6 +183,7 @@ class _ModelOutputs:
 
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""
+        self._state.restore(always=True)  # before the pass: f may read what the last one has set
         call = _Recording(self._model, {**self._constants, **values})
         self._task.evaluate(call, self._batch)
         return tuple(leaf for leaves, _ in call.calls for leaf in leaves if _is_real(leaf))
@@ -243,8 +248,7 @@ class _Recording(ModelCall):
         self.calls: list[tuple[list[Any], TreeSpec]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with passes_undone(self.model, always=True):  # torch.func's backward pass reads no attribute
-            returned = super().__call__(*args, **kwargs)
+        returned = super().__call__(*args, **kwargs)
         self.calls.append(tree_flatten(returned))
         return returned
 

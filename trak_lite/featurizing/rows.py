@@ -26,6 +26,7 @@ from trak_lite._eval_caches import passes_undone
 from trak_lite.data.batches import (
     batch_size,
     flatten_batch,
+    is_equal,
     is_same_batch,
     move_batch,
     rows_in_batches,
@@ -252,25 +253,35 @@ class RowPass:
     def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> bool:
         """Warn if f of a sample of a batch is another one where the sample is collated on its own.
 
-        Of up to eight samples whose entries then differ, the shortest one is taken, which is padded most. Return
-        whether one of them is padded, or a warning was given.
+        Of up to eight samples that then differ, the one with the fewest entries is taken: if samples are padded, the
+        one that is padded most. Return whether a sample is padded or a warning was given, so that no later batch needs
+        to be looked at.
         """
         computer = found.computer
         is_padded, apart = False, dict[int, tuple[int, Batch]]()
 
-        def collated(place: int, seed: int) -> Batch:
+        def collated(rows: RowNumbers, seed: int = 0) -> Batch:
             with undisturbed(seed):  # collate functions may draw masks
-                [(_, batch)] = self.rows.batches([wanted[place : place + 1]])
+                [(_, batch)] = self.rows.batches([rows])
             return move_batch(batch, self.device)
+
+        def is_drawn(place: int) -> bool:
+            """Whether the tensors of a sample are others with other random numbers: it is another sample then."""
+            one, at = wanted[place : place + 1], [place]
+            pairs = [(apart[place][1], collated(one, seed)) for seed in (1, 2, 3)]
+            pairs += [(take_rows(found.batch, at), take_rows(collated(wanted, seed), at)) for seed in (1, 2)]
+            leaves = [(flatten_batch(before)[0], flatten_batch(again)[0]) for before, again in pairs]
+            return any(len(a) != len(b) or not all(map(is_equal, a, b)) for a, b in leaves)
 
         try:
             for place in spread_rows(len(wanted), _NUM_COLLATED).tolist():
-                alone, beside = collated(place, 0), take_rows(found.batch, [place])
-                if is_same_batch(alone, beside) or not is_same_batch(alone, collated(place, 1)):
-                    continue  # what is drawn anew is another sample
-                sizes, others = ([leaf.shape for leaf in flatten_batch(one)[0]] for one in (alone, beside))
-                is_padded |= sizes != others
-                apart[place] = sum(map(math.prod, sizes)), alone
+                alone, beside = collated(wanted[place : place + 1]), take_rows(found.batch, [place])
+                if not is_same_batch(alone, beside):
+                    sizes, others = (
+                        [leaf.shape for leaf in flatten_batch(one)[0]] for one in (alone, beside)
+                    )
+                    is_padded |= sizes != others
+                    apart[place] = sum(map(math.prod, sizes)), alone
             if not apart:
                 return False
             place = min(apart, key=lambda place: apart[place][0])
@@ -281,13 +292,14 @@ class RowPass:
             ):
                 call = ModelCall(computer.model)
                 output = computer.modelout_fn.evaluate(call, apart[place][1]).output.detach()
+            in_batch = float(found.terms.output[place])
+            allowed = rounding_of(computer.model, self.device) * float(found.terms.output.abs().max())
+            is_another = abs(float(output) - in_batch) > allowed and not is_drawn(place)
         except Exception as error:  # a sample may be too short for the model, if it is not padded
             refuse_machine_failure(error)
-            logger.debug("%s: the padding is not looked at: %s", self.rows.what, error)
+            logger.debug("%s: samples are not compared with those collated alone: %s", self.rows.what, error)
             return is_padded
-        in_batch = float(found.terms.output[place])
-        difference = abs(float(output) - in_batch)
-        if difference > rounding_of(computer.model, self.device) * float(found.terms.output.abs().max()):
+        if is_another:
             warnings.warn(
                 f"f of row {wanted[place]} of {self.rows.what} is {in_batch:.5g} in its batch and {float(output):.5g} "
                 f"alone: it depends on {_PADDING if is_padded else _OTHERS}",

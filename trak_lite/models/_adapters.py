@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trak_lite._validate import parse_json
@@ -38,8 +39,8 @@ def adapter_parameters(model: nn.Module) -> set[str]:
     return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
 
 
-def parameter_versions(model: nn.Module) -> dict[str, int]:
-    """Return the versions by name of the parameters that no pass may change."""
+def parameter_versions(model: nn.Module) -> dict[str, int | None]:
+    """Return the versions by name of the parameters, ``None`` for those that passes write to without a change."""
     modules: list[Any] = list(model.modules())
     # Written in every pass without a change: LoRA on target_parameters sets each of them to itself, and an embedding
     # scales the rows whose norm is above its limit.
@@ -48,14 +49,16 @@ def parameter_versions(model: nn.Module) -> dict[str, int]:
     same |= {
         id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and _is_limited(m)
     }
-    named = [(name, p) for name, p in model.named_parameters() if id(p) not in same]
-    return {name: _version(p) for name, p in named}
+    return {name: None if id(p) in same else _version(p) for name, p in model.named_parameters()}
 
 
-def changed_parameters(model: nn.Module, versions: Mapping[str, int]) -> set[str]:
-    """Return the names of the parameters that were written to since :func:`parameter_versions`."""
-    now = dict(model.named_parameters())
-    return {name for name, version in versions.items() if _version(now[name]) != version}
+def changed_parameters(model: nn.Module, versions: Mapping[str, int | None]) -> set[str]:
+    """Return the names of parameters that are there still and were written to since :func:`parameter_versions`."""
+    return {
+        name
+        for name, p in model.named_parameters()
+        if versions.get(name) is not None and versions[name] != _version(p)
+    }
 
 
 def _version(parameter: Tensor) -> int:
@@ -63,10 +66,12 @@ def _version(parameter: Tensor) -> int:
 
 
 def _is_limited(table: nn.Embedding | nn.EmbeddingBag) -> bool:
-    """Whether a limit is set that the norms of all rows keep."""
+    """Whether a limit is set that the norms of all rows keep, also those of rows that no sample reads."""
     if table.max_norm is None:
         return False
-    return bool((table.weight.detach().norm(table.norm_type, dim=1) <= table.max_norm).all())
+    norms = table.weight.detach().norm(table.norm_type, dim=1)
+    # Rows that were scaled to the limit are above it by rounding.
+    return bool((norms <= table.max_norm * (1 + 64 * torch.finfo(norms.dtype).eps)).all())
 
 
 def named_adapters(folder: Path) -> list[Path]:

@@ -28,6 +28,7 @@ from trak_lite.store.disk.files import (
 )
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
+_MOST_TRIES = 100
 _ABANDONED_AFTER = 60.0  # seconds; a creator locks its scratch folder within microseconds
 
 
@@ -72,11 +73,16 @@ def building(prefix: str, lock: AbstractContextManager[None]) -> Iterator[str]:
 
     The lock given is held until the folder is locked, so that a sweep does not delete it; see :func:`is_free`.
     """
-    fd = None
     with lock:
-        while fd is None:
+        for _ in range(_MOST_TRIES):
             scratch = f"{prefix}{uuid.uuid4().hex}"
             fd = _new_locked_folder(scratch)
+            if fd is not None:
+                break
+        else:
+            raise OSError(
+                errno.EAGAIN, "new folders are deleted or locked by another process at once", prefix
+            )
     try:
         yield scratch
     except BaseException:
