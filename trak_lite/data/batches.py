@@ -181,9 +181,7 @@ def _is_sized(value: Any) -> bool:
 
 def _sized(batch: Batch) -> list[Any]:
     """Return the lists, tuples and arrays of a batch that hold no tensors, in order."""
-    found: list[Any] = []
-    map_tensors(lambda tensor: tensor, batch, lambda value: found.append(value) if _is_sized(value) else None)
-    return found
+    return list(filter(_is_sized, _values(batch)))
 
 
 def parts_of(batch: Batch) -> list[Any]:
@@ -219,8 +217,7 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
 
     Zero-dimensional tensors are not per sample; they are left out and kept by the rebuild.
     """
-    leaves: list[Tensor] = []
-    map_tensors(lambda tensor: leaves.append(tensor) if tensor.dim() else None, batch)
+    leaves = [value for value in _values(batch) if isinstance(value, Tensor) and value.dim()]
 
     def rebuild(tensors: Sequence[Tensor]) -> Batch:
         replacement = iter(tensors)
@@ -261,6 +258,7 @@ def is_same_batch(one: Batch, other: Batch) -> bool:
 
 
 def _values(batch: Batch) -> list[Any]:
+    """Return the tensors of a batch and everything else in it, in order."""
     found: list[Any] = []
 
     def note(value: Any) -> Any:
