@@ -319,6 +319,42 @@ def test_padding_has_no_part_in_the_factors(sides, corrected):
     close(together.numpy(), alone.numpy())
 
 
+class Translator(Texts):
+    """Scores of the labels of a decoder, which has other lengths than the encoder, by the mean of the encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 5)
+
+    def forward(self, ids, mask, labels):
+        text = (torch.tanh(self.encoder(self.table(ids))) * mask[..., None]).sum(1, keepdim=True)
+        return self.head(torch.tanh(self.layer(self.table(labels.clamp(min=0)))) + text)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_labels_tell_the_padding_of_a_decoder(corrected):
+    def collated(samples):
+        ids, labels = zip(*samples, strict=True)
+        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+        mask = pad(list(map(torch.ones_like, ids)))
+        return {"input_ids": pad(ids), "attention_mask": mask, "labels": pad(labels, padding_value=-100)}
+
+    def output(call, batch):
+        labels = batch["labels"]
+        every = call(batch["input_ids"], batch["attention_mask"], labels).log_softmax(-1)
+        found = every.gather(2, (labels.clamp(min=0)[..., None] + 1) % 9)[..., 0]
+        return (found * (labels >= 0)).sum(1)
+
+    torch.manual_seed(0)
+    model, method = Translator(), EKFAC(damping=0.3, fisher="empirical", correct_eigenvalues=corrected)
+    texts = [[torch.randint(9, (n,), device="cpu") for n in (6 + i % 3, 2 + i % 4)] for i in range(10)]
+    alone, together = (
+        streamed(model, output, in_batches(texts, size), in_batches(texts[:3], 1), method, collate=collated)
+        for size in (1, 5)
+    )
+    close(together.numpy(), alone.numpy())
+
+
 @pytest.mark.parametrize("corrected", [True, False])
 def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_path, monkeypatch):
     """Each of two draws counts a half; the labels of a row do not depend on the batches."""

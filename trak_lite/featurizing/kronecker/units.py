@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from trak_lite._devices import add_at_, precise, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
+from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.projectors._base import sample_pieces
 from trak_lite.types import Batch, DenseBlock, FactoredBlock, GradientBlock, LookupBlock, ParameterShapes
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ENTRY_BYTES = 16
 """Of a gradient entry that is formed, and of what is computed from it."""
-_NO_LABEL = -100
 _SAME = 1e-3
 """Relative difference up to which the gradient of a bias equals the sum of the weight's output gradients."""
 
@@ -298,7 +298,7 @@ def position_masks(batch: Batch) -> list[Tensor]:
     masks = [mask != 0 for mask in named if isinstance(mask, Tensor) and mask.dim() == 2]
     labels = columns.get("labels")  # of a decoder, which has other lengths
     if masks and isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape != masks[0].shape:
-        masks.append(labels != _NO_LABEL)
+        masks.append(labels != IGNORED)
     together = [torch.cat(part, 1) for part in (masks, masks[::-1])] if len(masks) > 1 else []
     return [*masks, *together]
 
