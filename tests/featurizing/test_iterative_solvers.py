@@ -122,6 +122,28 @@ def test_products_are_those_of_an_f_that_reads_what_the_pass_keeps(size):
     close(kept.numpy(), returned.numpy())
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda call: call.model.penalty,
+        lambda call: call.parameters["weight"].square().sum(),
+        lambda call: call.model.bias.square().sum(),
+    ],
+)
+def test_an_f_with_parameters_beside_the_outputs_is_refused_by_exact_products(beside):
+    class Penalized(nn.Linear):
+        def forward(self, x):
+            self.penalty = self.weight.square().sum()
+            return super().forward(x)
+
+    def output(call, batch):
+        logits = call(batch[0])
+        return logits.log_softmax(1).gather(1, batch[1][:, None])[:, 0] - 0.1 * beside(call)
+
+    with pytest.raises(UnsupportedModelError, match=r"'(weight|bias)' also beside what model calls return"):
+        streamed(prepared(lambda: Penalized(4, 3)), output, TRAIN, TARGETS, CG())
+
+
 def dense_matrix(model, train):
     """Sum over rows of J^T H J, with the Jacobian and Hessian of one row at a time, ``(P, P)``."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

@@ -31,6 +31,7 @@ from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
+from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._base import LossModelOutput
 from trak_lite.projectors import NoOpProjector
@@ -42,6 +43,8 @@ _TANGENTS = 1024
 """Samples times vectors that go through the model at once, if their outputs fit in :data:`_BYTES`."""
 _BYTES = 2**28
 """Bytes of the outputs and gradients of the vectors that go through the model at once; several copies are made."""
+_SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Differences that rounding leaves in gradients of one batch, relative to their norm; 0.1 in 16 bits."""
 
 Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
@@ -73,6 +76,8 @@ class CurvatureProducts:
     device: torch.device
     _forward_mode: bool | None = None
     """Whether the model supports forward-mode differentiation; ``None`` before the first product."""
+    _checked: bool = False
+    """Whether f of a first batch was seen to reach the parameters only through what model calls return."""
 
     def __call__(self, vectors: Tensor, wanted: RowNumbers, /, *, scale: float = 1.0) -> Tensor:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
@@ -115,6 +120,9 @@ class CurvatureProducts:
             with passes_undone(self.model, always=True) as state:
                 task = self.task.log_likelihood() or self.task
                 outputs = _ModelOutputs(self.model, task, batch, list(self.parameters), state)
+                if not self._checked:
+                    outputs.refuse_other_paths()
+                    self._checked = True
                 item = 4 * (outputs.num_values + vectors.shape[1])
                 step = max(1, min(_TANGENTS // batch_size(batch), _BYTES // item))
                 for start in range(0, len(vectors), step):
@@ -165,8 +173,8 @@ class _ModelOutputs:
         names: Sequence[str],
         state: StateBeforePass,
     ) -> None:
-        kept = select_parameters(model, list(names))
-        self._values = {name: kept[name].detach() for name in names}
+        self._kept = select_parameters(model, list(names))
+        self._values = {name: self._kept[name].detach() for name in names}
         self._constants = {name: p.detach() for name, p in model.named_parameters()}
         self._model, self._task, self._batch, self._state = model, task, batch, state
         with torch.no_grad():
@@ -176,6 +184,34 @@ class _ModelOutputs:
         self._found, self._to_parameters = _vjp(self._outputs, self._values)
         self.num_values = sum(part.numel() for part in self._found)
         """Entries of the outputs of the batch."""
+
+    def refuse_other_paths(self) -> None:
+        """Raise ``UnsupportedModelError`` if f depends on a parameter otherwise than through the outputs.
+
+        Such a part of f has no Jacobian here. A gradient through the outputs is compared with autograd's: of f times
+        random numbers, because gradients of rows cancel where training has ended.
+        """
+        random = torch.randn(self._terms.output.shape, generator=torch.Generator().manual_seed(0))
+        random = random.to(self._terms.output)
+        self._state.restore(always=True)
+        with torch.enable_grad(), differentiating_only(self._model.parameters(), self._kept):
+            f = self._task.evaluate(ModelCall(self._model), self._batch).output
+            whole = torch.autograd.grad((f * random).sum(), list(self._kept.values()), allow_unused=True)
+        seen = self.backward(grad(lambda outputs: (self._replayed(outputs) * random).sum())(self._found))
+        direct = {
+            name: torch.zeros_like(self._values[name]) if part is None else part
+            for name, part in zip(self._kept, whole, strict=True)
+        }
+        norms = {name: float(torch.linalg.vector_norm(precise(part))) for name, part in direct.items()}
+        for name, part in direct.items():
+            difference = float(torch.linalg.vector_norm(precise(part) - precise(seen[name])))
+            if difference > _SAME.get(part.dtype, 0.1) * max(norms[name], 0.01 * max(norms.values())):
+                raise UnsupportedModelError(
+                    f"f depends on the parameter {name!r} also beside what model calls return (a penalty, an attribute "
+                    f"that the pass sets): the gradient through the outputs differs by {difference:.2g} from the whole "
+                    f"one, whose norm is {norms[name]:.2g}. CG and LiSSA leave this part out of their matrix. Let the "
+                    "model return what f reads, or use CG(draws=) or EKFAC."
+                )
 
     def in_own_dtypes(self, vectors: Named) -> Named:
         """Return vectors in the dtypes of the parameters, which forward mode expects."""
@@ -213,14 +249,17 @@ class _ModelOutputs:
 
     def _loss(self, outputs: Outputs) -> Tensor:
         """Return the summed loss of the outputs, up to a constant, to second order in f."""
+        change = self._replayed(outputs) - self._terms.output.detach()
+        return (0.5 * self._terms.loss_curvature * change**2 - self._terms.out_to_loss_grad * change).sum()
+
+    def _replayed(self, outputs: Outputs) -> Tensor:
+        """Return f of the batch for some outputs of the model."""
         values = iter(outputs)
         calls = [
             ([next(values) if _is_real(leaf) else leaf for leaf in leaves], spec)
             for leaves, spec in self._calls
         ]
-        f = self._task.evaluate(_Replay(self._model, calls), self._batch).output
-        change = f - self._terms.output.detach()
-        return (0.5 * self._terms.loss_curvature * change**2 - self._terms.out_to_loss_grad * change).sum()
+        return self._task.evaluate(_Replay(self._model, calls), self._batch).output
 
 
 def _vjp(function: Callable[[_In], _Out], at: _In) -> tuple[_Out, Callable[[_Out], tuple[_In]]]:
