@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Rows, TRAKer, methods
+from trak_lite import Attributor, Rows, TRAKer, methods, token_scores
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.methods import GradDot
-from trak_lite.modelout_functions import AbstractModelOutput
+from trak_lite.modelout_functions import AbstractModelOutput, reference_columns
 from trak_lite.types import OutputTerms
 
 TRAIN = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3)
@@ -326,6 +326,39 @@ def test_curvatures_do_not_depend_on_the_texts_before(method):
 
     found, expected = scores(Remembering), scores(Forgetting)
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+class Reading(nn.Module):
+    """A language model that divides by the length of the longest text, which it keeps in a buffer and notes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.longest = 2
+        self.tokens, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.register_buffer("period", torch.ones(1), persistent=False)
+
+    def forward(self, input_ids):
+        if input_ids.shape[1] > self.longest:
+            self.longest = input_ids.shape[1]
+            self.period = torch.full_like(self.period, self.longest)
+        return self.head(torch.tanh(self.tokens(input_ids).cumsum(1) / self.period))
+
+
+def test_tokens_and_reference_columns_do_not_depend_on_the_texts_before():
+    texts = [torch.arange(length) % 5 for length in (6, 3, 4, 2)]
+    pairs = [{f"{side}_{name}": text[None] for side in ("chosen", "rejected") for name in ("input_ids", "labels")}
+             for text in texts]  # fmt: skip
+    found = reference_columns(Reading(), pairs)["ref_chosen_logps"]
+    expected = torch.cat([reference_columns(Reading(), [pair])["ref_chosen_logps"] for pair in pairs])
+    torch.testing.assert_close(found, expected)
+
+    rows = Rows([(text, text) for text in texts], batch_size=1)
+    made = attributed(Reading(), "auto", task="causal_language_modeling")
+    made.featurize(rows)
+    scores = made.score(rows)
+    sums = [tokens.sum(0) for tokens in token_scores(scores, rows, range(len(texts))).values()]
+    np.testing.assert_allclose(sums, scores.numpy(), rtol=1e-3, atol=1e-5)
 
 
 class Quantised(nn.Module):
