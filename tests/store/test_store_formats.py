@@ -125,6 +125,7 @@ def test_opening_looks_at_each_file_at_most_once(tmp_path, monkeypatch):
         (10**7, 8193, 4096),  # the power of two below
         (10**7, 1 << 30, 32),  # never fewer
         (50_000, 8192, 1024),  # a 64th of the table, rounded up to a power of two
+        (16_384, 1, 256),
         (16_385, 1, 512),
         (2048, 1, 256),  # a commit for every 256 rows
         (70, 1, 128),  # one chunk

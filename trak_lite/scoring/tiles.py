@@ -49,6 +49,8 @@ def tile_ranges(num_rows: int, chunk_rows: int, *, share: tuple[int, int] = (0, 
     Example:
         >>> list(tile_ranges(3000, 2048))
         [range(0, 1024), range(1024, 2048), range(2048, 3000)]
+        >>> list(tile_ranges(3000, 2048, share=(0, 2)))
+        [range(0, 1024), range(1024, 2048)]
     """
     part, num_parts = share
     num_chunks = -(-num_rows // chunk_rows)
