@@ -153,7 +153,7 @@ def attended(scale, empty):
     """Attention with a bias made of a parameter, of which one row may hide every key."""
 
     def forward(s, x):
-        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in x.repeat(1, 1, 3).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in x.repeat(1, 1, 6).chunk(3, -1))
         bias = s.bias * 1.0
         if empty:
             bias = bias.masked_fill(torch.eye(5, dtype=torch.bool)[2][:, None], float("-inf"))
