@@ -1,5 +1,7 @@
 """Packed rows for models of transformers: documents against loops over texts alone, and against the packed loss."""
 
+import warnings
+
 import hub_models as hub
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 from hub_models import EXACT, IGNORED, PRECISE, ROUNDED, gradients_of, transformers
 from late import Late
 
-from trak_lite import Documents, pad_documents
+from trak_lite import Attributor, Documents, Rows, pad_documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import require_separate_documents, resolve_task
@@ -130,6 +132,22 @@ def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
     for documents in (Documents(masked), *collated):
         with pytest.raises(InvalidInputError, match="Document 1 of packed row 0 has other logits"):
             require_separate_documents(model, documents)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_packed_rows_with_a_cache_are_named_in_a_warning(cached):
+    model, rows = made(hub.llama), packed_rows()
+    model.config.use_cache = cached
+    row = {name: values[:13] for name, values in rows[0].items()}
+    alone = {name: values[: len(texts()[0])] for name, values in row.items()}
+    settings = {"projector": "none", "dtype": "float32", "method": "GradDot", "progress": False}
+    attributor = Attributor(model, "causal_language_modeling", None, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attributor.featurize(Rows([alone], name="one text"))
+        attributor.score([row])
+    begins = "In the rows of the targets, texts that are packed into one row"
+    assert [str(w.message)[: len(begins)] for w in caught] == [begins] * cached
 
 
 def test_batches_of_a_padding_free_collator_are_documents():

@@ -151,10 +151,10 @@ class Rows(_AsTheyAre):
         """Dataset index of every row, ``(N,)`` int64."""
         return self._in_dataset(np.arange(len(self)))
 
-    def is_to_look_at_padding(self) -> bool:
-        """Count a batch; return whether its padding is to be looked at: number 1, 2, 4, ... until one has some."""
+    def is_to_look_at(self) -> bool:
+        """Count a batch; return whether it is number 1, 2, 4, ..., whose padding and texts are looked at."""
         self._num_computed += 1
-        return self.may_pad and self._num_computed & (self._num_computed - 1) == 0
+        return self._num_computed & (self._num_computed - 1) == 0
 
     def require_same_size(self) -> None:
         """Check that the dataset's length has not changed since construction.

@@ -34,6 +34,7 @@ from trak_lite.data.batches import (
 )
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
+    MODEL_FAILURES,
     BusyError,
     InvalidInputError,
     ManifestMismatchError,
@@ -57,6 +58,7 @@ from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.modelout_functions._inputs import deferring_checks
+from trak_lite.modelout_functions.packed import without_cache
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import Turns, is_sharded
 from trak_lite.parallel.ranks import Ranks
@@ -76,6 +78,11 @@ _PADDING = f"how far its batch is padded, and so do all rows. {_PADDED}"
 _OTHERS = (
     "what the collate function computes from a whole batch (a number of samples or tokens, a mean, a largest value), "
     "and so do all rows. Compute it from each sample, or use batch_size=1."
+)
+_CACHED = (
+    "texts that are packed into one row (position_ids begin anew) see each other, because model.config.use_cache is "
+    "True. The trainers of Transformers and TRL train without a cache, which keeps them apart: set "
+    "model.config.use_cache = False. If your training did fill the cache, the rows are right as they are."
 )
 _ZERO = (
     "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
@@ -242,8 +249,9 @@ class RowPass:
                     found = self.compute(wanted, batch, to_come)
                 rows = self.rows
                 is_whole = not is_sharded(found.computer.model)
-                if is_whole and isinstance(rows, Rows) and rows.is_to_look_at_padding():
-                    rows.may_pad = not self._look_at_padding(wanted, found)
+                if is_whole and isinstance(rows, Rows) and rows.is_to_look_at():
+                    rows.may_pad = rows.may_pad and not self._look_at_padding(wanted, found)
+                    self._look_at_cache(found)
                 yield wanted, found
             complete = True
         finally:
@@ -257,7 +265,6 @@ class RowPass:
         one that is padded most. Return whether a sample is padded or a warning was given, so that no later batch needs
         to be looked at.
         """
-        computer = found.computer
         is_padded, apart = False, dict[int, tuple[int, Batch]]()
 
         def collated(rows: RowNumbers, seed: int = 0) -> Batch:
@@ -285,15 +292,8 @@ class RowPass:
             if not apart:
                 return False
             place = min(apart, key=lambda place: apart[place][0])
-            with (
-                torch.enable_grad(),
-                passes_undone(computer.model),
-                float32_products(self.device, computer.float32_products),
-            ):
-                call = ModelCall(computer.model)
-                output = computer.modelout_fn.evaluate(call, apart[place][1]).output.detach()
+            output, allowed = self._evaluated(found, apart[place][1])
             in_batch = float(found.terms.output[place])
-            allowed = rounding_of(computer.model, self.device) * float(found.terms.output.abs().max())
             is_another = abs(float(output) - in_batch) > allowed and not is_drawn(place)
         except Exception as error:  # a sample may be too short for the model, if it is not padded
             refuse_machine_failure(error)
@@ -308,6 +308,33 @@ class RowPass:
             )
             return True
         return is_padded
+
+    def _look_at_cache(self, found: ComputedRows) -> None:
+        """Warn if f of packed rows is another one without the model's cache, which trainers turn off."""
+        batch = without_cache(found.computer.model, found.batch)
+        if batch is None:
+            return
+        try:
+            output, allowed = self._evaluated(found, batch)
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            logger.debug(
+                "%s: packed rows are not compared with those without a cache: %s", self.rows.what, error
+            )
+            return
+        if bool((output - found.terms.output).abs().max() > allowed):
+            warnings.warn(f"In the rows of {self.rows.what}, {_CACHED}", UserWarning, stacklevel=2)
+
+    def _evaluated(self, found: ComputedRows, batch: Batch) -> tuple[Tensor, float]:
+        """Return f of another batch for the model of some rows, and what rounding changes in theirs."""
+        computer = found.computer
+        with (
+            torch.enable_grad(),
+            passes_undone(computer.model),
+            float32_products(self.device, computer.float32_products),
+        ):
+            output = computer.modelout_fn.evaluate(ModelCall(computer.model), batch).output.detach()
+        return output, rounding_of(computer.model, self.device) * float(found.terms.output.abs().max())
 
 
 @final

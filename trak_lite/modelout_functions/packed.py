@@ -13,13 +13,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from trak_lite.data.batches import move_batch
 from trak_lite.data.packed import BORDERS, Documents, token_columns
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import ModelCall, evaluating
-from trak_lite.modelout_functions._inputs import columns_of, tensor_of
+from trak_lite.modelout_functions._inputs import columns_of, fields_of, tensor_of
+from trak_lite.types import Batch
 
 _ANYWHERE: Final = ("input_ids", *BORDERS[1:], "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Columns for models that take any keyword argument, such as those of Transformers and PEFT."""
@@ -104,6 +105,20 @@ def _training_inputs(
     if "seq_lengths" in row:
         inputs.pop("attention_mask", None)
     return {**inputs, "use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else inputs
+
+
+def without_cache(model: nn.Module, batch: Batch) -> dict[str, Any] | None:
+    """Return a batch of packed rows with ``use_cache=False`` if the model fills a cache for it, else ``None``.
+
+    With a cache, models of Transformers do not keep apart texts whose positions begin anew.
+    """
+    fields = fields_of(batch) or {}
+    positions = fields.get("position_ids")
+    is_cached = getattr(getattr(model, "config", None), "use_cache", False) and "use_cache" not in fields
+    if not (is_cached and isinstance(positions, Tensor) and positions.dim() == 2):
+        return None
+    begins = (positions[:, 1:-1] == 0) & (positions[:, 2:] == 1)  # unlike those of padding
+    return {**fields, "use_cache": False} if bool(begins.any()) else None
 
 
 def _accepted(model: nn.Module, columns: Mapping[str, Any]) -> dict[str, Any]:
