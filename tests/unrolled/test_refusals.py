@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 import unrolled_cases as cases
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import TensorDataset
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
@@ -95,6 +96,37 @@ class OnceLayer(nn.Linear):
 def test_an_operation_without_second_derivative_is_refused():
     run = cases.recipe(lambda seed: OnceLayer(cases.WIDTH, cases.CLASSES).double()).train()
     with pytest.raises(UnsupportedModelError, match=r"OnceLayer.*once_differentiable"):
+        cases.replayed(run)
+
+
+class Hooked(nn.Linear):
+    """Its gradient arrives scaled by a hook."""
+
+    def forward(self, inputs):
+        found = super().forward(inputs)
+        if found.requires_grad:
+            found.register_hook(lambda gradient: 0.3 * gradient)
+        return found.tanh()
+
+
+def focal(model, batch):
+    losses = cases.loss(model, batch)
+    return (1.0 - torch.exp(-losses)).detach() ** 2 * losses
+
+
+STEP, TARGET = "second derivatives of a training step", "derivatives of a target's f"
+INEXACT = [
+    (cases.mlp, focal, STEP),
+    (lambda seed: around(nn.Tanh(), weight_norm(nn.Linear(6, 6)))(seed), cases.loss, STEP),
+    (lambda seed: around(Hooked(6, 6))(seed), cases.loss, TARGET),
+]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("model_fn", "loss", "what"), INEXACT, ids=["detach", "weight_norm", "hook"])
+def test_a_training_whose_derivatives_torch_gets_wrong_is_refused(model_fn, loss, what):
+    run = cases.recipe(model_fn, loss).train()
+    with pytest.raises(UnsupportedModelError, match=f"The {what} that torch forms are off by"):
         cases.replayed(run)
 
 

@@ -32,15 +32,23 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trak_lite._devices import wide_dtype
 from trak_lite._progress import KeptProgress
-from trak_lite.data.batches import move_batch
+from trak_lite.data.batches import map_tensors, move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import CorruptStoreError, NonFiniteError, UnsupportedModelError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    CorruptStoreError,
+    NonFiniteError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+)
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import num_ranks
+from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
-from trak_lite.unrolled.program import Operations, Part, naming_failures, repeatable
+from trak_lite.unrolled.program import Frozen, Operations, Part, naming_failures, repeatable
 from trak_lite.unrolled.runs import TrainingRun
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
@@ -48,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE: Final = 0.05
 """Of the check of second derivatives; wide enough for half precision."""
+_DIFFERENCES: Final = ((1e-6, 1e-4), (1e-3, 0.02))
+"""Relative steps, the shorter of two, and tolerances of the other checks. Short steps seldom cross the kink of a ReLU;
+longer ones are for models that compute parts in float32."""
 
 
 @final
@@ -73,6 +84,8 @@ class Replay:
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
             self._check_second_derivative()
+            for state in (run.states.get(0), run.final):
+                self._check_step(state)
             self._one, self._more = self._measured(final)
         """Bytes of a step's Hessian products for one target, and for each further one."""
         self._target_bytes = int(4 * self._state_bytes + 3 * run.weights.nbytes)
@@ -248,24 +261,113 @@ class Replay:
                 "once_differentiable: write its backward with operations of torch."
             )
 
+    def _check_step(self, state: State) -> None:
+        """Raise if the second derivatives that torch forms of a step are not those of its gradient, at a state."""
+        run, part = self._run, self._run.parts(0)[0]
+        at, fixed, batch = _in_float64([state.parameters, [*run.frozen], part.batch])
+        weights = run.weights[torch.from_numpy(part.rows).to(run.device)].double()
+        given = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(part.rows)
+        _require_differences(
+            "second derivatives of a training step",
+            lambda values: run.program.plain_gradient(values, *given),
+            lambda change: _vjp(lambda values: run.program.gradient(values, *given), at)[1](change)[0],
+            at,
+        )
+
     def _target_gradients(self, places: NDArray[np.int64]) -> State:
         """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
         run, final = self._run, self._run.final
         model = run.model()
         self._task.prepare(model)
         found: list[Named] = []
+
+        def output(values: Named, frozen: Frozen, batch: Batch) -> Tensor:
+            call = ModelCall(model, {**frozen.parameters, **values}, frozen.buffers)
+            return self._task.evaluate(call, batch).output.sum()
+
         for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
             moved = move_batch(batch, run.device)
-            with torch.enable_grad():
-                leaves = {name: p.detach().requires_grad_() for name, p in final.parameters.items()}
-                call = ModelCall(model, {**run.frozen.parameters, **leaves}, run.frozen.buffers)
-                output = self._task.evaluate(call, moved).output.sum()
-                grads = torch.autograd.grad(output, list(leaves.values()), materialize_grads=True)
-            found.append(dict(zip(leaves, grads, strict=True)))
+            if not self._compared and not found:
+                at, fixed, wide = _in_float64([final.parameters, [*run.frozen], moved])
+                self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)
+            found.append(_gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
         stacked = {name: torch.stack([one[name] for one in found]) for name in final.parameters}
         count = len(places)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
         return State(stacked, slots)
+
+    def _check_target(self, output: Callable[[Named], Tensor], at: Named) -> None:
+        """Raise if the derivatives that torch forms of a target's f are not those of its values."""
+        _require_differences(
+            "derivatives of a target's f",
+            lambda values: {"f": output(values).detach()},
+            lambda change: {name: change["f"] * part for name, part in _gradient_of(output, at).items()},
+            at,
+        )
+
+
+def _in_float64(tree: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
+
+
+def _gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
+    """Return the gradient of a number by named tensors."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in at.items()}
+        found = torch.autograd.grad(output(leaves), list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _require_differences(
+    what: str, values: Callable[[Named], Named], back: Callable[[Named], Named], at: Named
+) -> None:
+    """Raise if the transposed derivative ``back`` of a function is not that of its values, in float64.
+
+    A part that is detached, hooks, and operations with a wrong second derivative make a difference. The change c of
+    the values along a random direction u, whose part for every name is scaled to norm 1, is multiplied by c, and by the
+    derivative along u.
+    """
+    device = next(iter(at.values())).device
+    if wide_dtype(device) != torch.float64:
+        return
+    generator = torch.Generator().manual_seed(0)
+    size = torch.cat([value.flatten() for value in at.values()]).square().mean().sqrt()
+    along = {
+        name: torch.randn(value.shape, generator=generator, dtype=value.dtype).to(device)
+        * (value.square().mean().sqrt() + 0.01 * size)
+        for name, value in at.items()
+    }
+
+    def change(h: float) -> Named:
+        ahead, behind = (values({name: at[name] + step * along[name] for name in at}) for step in (h, -h))
+        return {name: (ahead[name] - behind[name]) / (2.0 * h) for name in ahead}
+
+    wrong = None
+    try:
+        for h, allowed in _DIFFERENCES:
+            short, long = change(h), change(3.0 * h)
+            norms = {name: torch.linalg.vector_norm(one) for name, one in short.items()}
+            expected = float(sum(norms.values()))
+            apart = float(sum(torch.linalg.vector_norm(long[name] - one) for name, one in short.items()))
+            if not apart <= allowed * expected:  # a kink, rounding, or weights that have grown without bound
+                continue
+            products = back({name: one / norms[name].clamp(min=1e-300) for name, one in short.items()})
+            found = float(sum((along[name] * one).sum() for name, one in products.items()))
+            if abs(found - expected) <= 3.0 * allowed * expected:
+                return
+            wrong = abs(found - expected) / expected
+            break
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        logger.info("The %s are not compared with differences in float64: %.200s", what, error)
+    if wrong is None:
+        return
+    raise UnsupportedModelError(
+        f"The {what} that torch forms are off by {wrong:.1%}, so a replay is not exact. A part is detached "
+        "(detach, no_grad, data), a hook or an autograd.Function changes gradients, or an operation has a wrong second "
+        "derivative (torch's weight_norm, Embedding(scale_grad_by_freq=True)). Let gradients flow through all of it, "
+        "and write such operations out. Scores of an Attributor need none of these."
+    )
 
 
 def _stored(file: Path, run: TrainingRun) -> tuple[Named, int] | None:

@@ -218,6 +218,12 @@ class Program:
             for piece, (_, batch) in zip(pieces, found, strict=True)
         ]
 
+    def plain_gradient(
+        self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
+    ) -> Named:
+        """Return :meth:`gradient` as a training takes it, which cannot be differentiated again."""
+        return _gradient(self._losses, parameters, (frozen, batch, key), weights, size)
+
     def gradient(
         self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
     ) -> Named:
