@@ -3,8 +3,9 @@
 A problem of ``benchmarks.lds`` is attributed with the defaults over the checkpoints of one run. ``try_removals``
 retrains without 60 sets, with the classes as groups. Then models are retrained with fresh seeds without other sets:
 
-* ``random`` rows, the rows most ``helpful`` or ``harmful`` for a random target, rows of one ``class`` (then of the
-  next, if it has too few), and ``near`` duplicates: the rows whose inputs are nearest to those of a random row;
+* ``random`` rows, the rows most ``helpful`` or ``harmful`` for a random target, those most ``harmful to all`` in the
+  mean, rows of one ``class`` (then of the next, if it has too few), and ``near`` duplicates: the rows whose inputs are
+  nearest to those of a random row;
 * of 1, 5 and 20 % of the rows, six sets each, one model per set.
 
 ``coverage`` is the share of (set, target) whose change lies in the 90 % interval, ``own`` that of the targets that the
@@ -97,6 +98,7 @@ def fresh_sets(setting: Setting, scores: np.ndarray) -> Iterator[tuple[str, floa
                 "random": order,
                 "helpful": np.argsort(-scores[:, target]),
                 "harmful": np.argsort(scores[:, target]),
+                "harmful to all": np.argsort(scores.mean(axis=1)),
                 "class": order[np.argsort(classes[labels[order]], kind="stable")],
                 "near": torch.cdist(inputs[order[:1]], inputs)[0].argsort().numpy(),
             }

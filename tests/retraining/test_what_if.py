@@ -204,11 +204,11 @@ def test_levels_outside_0_and_1_are_refused_without_trials_too(level):
 # ------------------------------------------------------------------------ with trials
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
-    settings = {"budget": 12, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
+    settings = {"budget": 16, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
     trials = try_removals(found, training, ASKED, **settings)
-    assert len(training.calls) == 5 + 2 * 12
-    assert [count for count, _ in training.calls[5::2]] == [N - 6] * 6 + [N - 12] * 6
-    np.testing.assert_allclose(trials.shares, [0.05] * 6 + [0.1] * 6)
+    assert len(training.calls) == 5 + 2 * 16
+    assert [count for count, _ in training.calls[5::2]] == [N - 6] * 8 + [N - 12] * 8
+    np.testing.assert_allclose(trials.shares, [0.05] * 8 + [0.1] * 8)
     before = np.array([output(EVERYTHING, training.drawn(EVERYTHING, seed)) for seed in range(5)])
     np.testing.assert_allclose(trials.outputs, before.mean(0), rtol=1e-5)
     np.testing.assert_allclose(trials.noise, before.std(0, ddof=1), rtol=1e-2, atol=1e-5)
@@ -230,6 +230,9 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
         [output(rows, training.drawn(rows, seed)) for seed in (2, 3)], axis=0
     )  # of the second set
     np.testing.assert_allclose(trials.measured[1], after - before.mean(0), rtol=1e-3, atol=1e-4)
+    for place, sign in ((2, 1), (6, -1)):  # those that harm, or help, all targets in the mean
+        rows = np.argsort(sign * matrix.mean(1), kind="stable")[:6]
+        np.testing.assert_allclose(trials.predicted[place], -matrix[rows].sum(0), rtol=1e-4)
     centred = trials.predicted[1] + 6 * matrix.mean(0)
     standard = centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N))
     np.testing.assert_allclose(trials.standard[1], standard, rtol=1e-4)

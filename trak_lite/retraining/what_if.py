@@ -39,9 +39,9 @@ from trak_lite.scoring.scores import Scores
 __all__ = ["Effects", "SummedEffects", "try_removals", "what_if"]
 
 _SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
-_KINDS: Final = ("random", "helpful", "random", "harmful", "similar")
-"""Kinds of trial sets, in turn: random rows, the most helpful or harmful rows of a random target, and the rows with the
-scores that are most similar to those of a random row."""
+_KINDS: Final = ("random", "helpful", "all harmful", "random", "harmful", "similar", "all helpful")
+"""Kinds of trial sets, in turn: random rows, the most helpful or harmful rows of a random target, or of all targets in
+the mean, and the rows with the scores that are most similar to those of a random row."""
 _KEPT_TARGETS: Final = 256
 """Number of targets, evenly spaced, whose changes calibrate the intervals of all; bounds their time and memory."""
 _SHOWN: Final = 5
@@ -232,9 +232,10 @@ def try_removals(
 ) -> Trials:
     """Retrain without sets of many kinds and sizes, and store how the outputs change: the trials of :func:`what_if`.
 
-    In turn the sets are random rows, the most helpful or harmful rows of a random target, the rows whose scores are
-    most similar to those of a random row, and with ``groups`` rows of a random group (if it is too small, with those of
-    another). Retrainings are stored and shared as those of :func:`~trak_lite.verify`; the same call resumes.
+    In turn the sets are random rows, the most helpful or harmful rows of a random target, or of all targets in the
+    mean, the rows whose scores are most similar to those of a random row, and with ``groups`` rows of a random group
+    (if it is too small, with those of another). Retrainings are stored and shared as those of
+    :func:`~trak_lite.verify`; the same call resumes.
 
     Args:
         scores: Scores of an attributor, with a stored matrix.
@@ -314,14 +315,14 @@ def _trial_sets(
     targets: NDArray[np.int64],
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the rows of each trial set; all kinds occur in one size, then in the next."""
-    kinds = _KINDS if labels is None else (*_KINDS, "group")
+    kinds, mean = _KINDS if labels is None else (*_KINDS, "group"), scores.mean(axis=1)
     units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
     for number in range(budget):
         size, kind = sizes[number // len(kinds) % len(sizes)], kinds[number % len(kinds)]
         order = rng.permutation(len(scores))
-        if kind in ("helpful", "harmful"):
-            column = scores[:, rng.choice(targets)]
-            order = np.argsort(-column if kind == "helpful" else column, kind="stable")
+        if kind.endswith(("helpful", "harmful")):
+            column = mean if kind.startswith("all") else scores[:, rng.choice(targets)]
+            order = np.argsort(-column if kind.endswith("helpful") else column, kind="stable")
         elif kind == "similar":
             order = np.argsort(-(units @ units[order[0]]), kind="stable")
         elif kind == "group" and labels is not None:
