@@ -5,6 +5,10 @@ epochs with AdamW, and its weights are kept five times along the run. ``label_su
 one ``featurize`` over these checkpoints. cleanlab ranks by predictions for held-out rows of a 5-fold cross-validation,
 by its default score. Mean over seeds, which draw labels, model and folds.
 
+``effects``: the share of targets (a fifth of the rows, with right labels) whose change lies in the 90 % interval of
+``what_if`` (60 trials, classes as groups) if the most suspect rows, those that ``select`` calls harmful, or random ones
+are removed: three models with fresh seeds, against ten of all rows.
+
 Run:  python -m benchmarks.wrong_labels [--seeds 5]     (needs scikit-learn, and cleanlab for its column)
 """
 
@@ -24,12 +28,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import measuring
-from trak_lite import Attributor, Rows
+from trak_lite import Attributor, Rows, select, try_removals, what_if
 from trak_lite.evaluation import mislabel_detection
 
 RESULTS = measuring.RESULTS / "wrong_labels.json"
 SETS = ("digits", "breast cancer", "wine", "synthetic")
 EPOCHS, KEPT, FLIPPED, FOLDS = 30, 5, 0.08, 5
+REMOVED, WITHOUT, WITH_ALL = (0.05, 0.1, 0.2), 3, 10
 
 State = dict[str, Tensor]
 
@@ -119,6 +124,50 @@ def compared(name: str, seed: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def covered(name: str, seed: int) -> dict[str, float | None]:
+    """Return the share of targets whose interval holds the measured change, ``None`` without intervals."""
+    data, wrong = with_wrong_labels(name, seed)
+    right = torch.tensor(load(name)[1])
+    rng = np.random.default_rng(seed)
+    held_out, kept = np.split(rng.permutation(len(wrong)), [len(wrong) // 5])
+    targets = TensorDataset(data.tensors[0][held_out], right[held_out])
+    data = TensorDataset(*(tensor[kept] for tensor in data.tensors))
+
+    def outputs(rows: np.ndarray, seed: int) -> np.ndarray:
+        inputs, labels = targets.tensors
+        with torch.no_grad():
+            logits = train(data, seed, rows)[0](inputs)
+        own = logits.gather(1, labels[:, None])[:, 0]
+        others = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
+        return (own - others).numpy()
+
+    model, states = train(data, seed)
+    attributor = Attributor(model, "image_classification", None, progress=False)
+    attributor.featurize(Rows(data, batch_size=256), checkpoints=states)
+    scores = attributor.score(targets)
+    groups = data.tensors[1].numpy()
+    try_removals(scores, lambda rows, seed: train(data, seed, rows)[0], targets, groups=groups)
+    everything = np.arange(len(kept))
+    before = np.mean([outputs(everything, 10_000 + number) for number in range(WITH_ALL)], axis=0)
+    suspects, found = np.argsort(-attributor.label_suspicion()), {}
+    for share in REMOVED:
+        count = round(share * len(kept))
+        sets = {
+            "suspects": suspects[:count],
+            "harmful": select(scores, count, sign="harmful").indices,
+            "random": rng.permutation(len(kept))[:count],
+        }
+        for kind, rows in sets.items():
+            effects = what_if(scores, remove=rows)
+            cell = f"{kind} {share:.0%}"
+            found[cell] = None
+            if effects.lower is not None:
+                left = np.setdiff1d(everything, rows)
+                changes = np.stack([outputs(left, 20_000 + number) for number in range(WITHOUT)]) - before
+                found[cell] = float(((effects.lower <= changes) & (changes <= effects.upper)).mean())
+    return found
+
+
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -134,7 +183,13 @@ def main() -> None:
             ranking: {key: float(np.mean([run[ranking][key] for run in runs])) for key in figures}
             for ranking, figures in runs[0].items()
         }
-        print(name, {ranking: round(figures["precision"], 3) for ranking, figures in found[name].items()})
+        print(name, {ranking: round(one["precision"], 3) for ranking, one in found[name].items()}, flush=True)
+        effects = [covered(name, seed) for seed in range(args.seeds)]
+        found[name]["effects"] = {
+            cell: [None if one[cell] is None else round(one[cell], 3) for one in effects]
+            for cell in effects[0]
+        }
+        print(found[name]["effects"], flush=True)
         measuring.save_parts(args.out, facts, found)
 
 

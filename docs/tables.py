@@ -190,7 +190,9 @@ def reliability() -> str:
 def wrong_labels() -> str:
     """Return the precision of rankings that find wrong labels, and their processor time."""
     found = parts("wrong_labels")
-    rankings = list(dict.fromkeys(ranking for one in found.values() for ranking in one))
+    rankings = list(
+        dict.fromkeys(ranking for one in found.values() for ranking in one if ranking != "effects")
+    )
     rows = [
         [name, *(f"{one[ranking]['precision']:.2f}" for ranking in rankings)] for name, one in found.items()
     ]

@@ -333,7 +333,7 @@ def _require_differences(
     generator = torch.Generator().manual_seed(0)
     size = torch.cat([value.flatten() for value in at.values()]).square().mean().sqrt()
     along = {
-        name: torch.randn(value.shape, generator=generator, dtype=value.dtype).to(device)
+        name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(device)
         * (value.square().mean().sqrt() + 0.01 * size)
         for name, value in at.items()
     }
