@@ -226,14 +226,15 @@ def test_questions_about_effects_that_cannot_be_answered_are_refused(ran, capsys
 
 
 def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
-    """Again, one is trained for comparison; the values in a list tell trainings apart."""
+    """Again, one is trained for comparison; the values in a list and the code of the training tell trainings apart."""
     recipe = RECIPE.replace(
         "    torch.manual_seed(seed)\n    model = build",
         f"    with open('{tmp_path}/seen', 'a') as file:\n"
         "        file.write(' '.join(map(str, sorted(indices))) + '\\n')\n"
         "    torch.manual_seed(seed)\n    model = build",
     ).replace("steps: int = 3", "steps: int = 3, sizes: list[int] = ()")
-    config = write_case(tmp_path, recipe=recipe, more="train_data: {indices: [30, 31, 35, 39]}\n")
+    selected = "train_data: {indices: [30, 31, 35, 39]}\n"
+    config = write_case(tmp_path, recipe=recipe, more=selected)
     done(["run", config], capsys)
     (tmp_path / "seen").unlink()
 
@@ -246,6 +247,11 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
     assert trained("--recipe_arguments.sizes=[1, 2]") == 2
     assert trained("--recipe_arguments.sizes=[1, 2]") == 3
     assert trained("--recipe_arguments.sizes=[1, 3]") == 5
+    for more, number in (("# a comment", 6), ("def render(index):\n    return 'a row'", 7)):
+        write_case(tmp_path, recipe=f"{recipe}\n\n{more}\n", more=selected)
+        assert trained("--recipe_arguments.sizes=[1, 3]") == number
+    write_case(tmp_path, recipe=recipe.replace("optimizer.step()", "optimizer.step(None)"), more=selected)
+    assert trained("--recipe_arguments.sizes=[1, 3]") == 9
 
 
 def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):

@@ -93,7 +93,7 @@ ANNOTATIONS = [
     (": Sequence[Any]", "unknown key"),
     (": nn.Module", "unknown key"),
     (": Any", "unknown key"),
-    (": Missing", "The annotations of train_data() cannot be read: name 'Missing' is not defined"),
+    (': "Missing"', "The annotations of train_data() cannot be read: name 'Missing' is not defined"),
     ("", "unknown key"),
 ]
 """Of an argument, and what is said where it is a mapping of lists; no annotation has the type of the default, None."""
