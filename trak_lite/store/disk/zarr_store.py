@@ -51,6 +51,7 @@ from trak_lite.store.disk.documents import (
 )
 from trak_lite.store.disk.entries import HiddenFiles
 from trak_lite.store.disk.files import (
+    READING_NEEDS_LESS,
     locked_file,
     make_folder,
     named_errors,
@@ -178,10 +179,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             raise missing_store(root)
         manifest = manifest_from_json(record, root)
         if mode == "r+" and not os.access(root, os.W_OK | os.X_OK):
-            raise ReadOnlyStoreError(
-                f"{root} cannot be written. "
-                "Make the folder writable, open the store with mode='r', or use another path."
-            )
+            raise ReadOnlyStoreError(f"{root} cannot be written. {READING_NEEDS_LESS}")
         writable = mode == "r+"
         store = cls(root, manifest, record, writable=writable, check=check, mapping=mapping)
         store._list.require()
