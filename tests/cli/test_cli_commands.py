@@ -181,6 +181,10 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
     assert shown == f"{expected}\nwritten: {out}\n"
     assert "From 30 trial sets (1 model each)" in shown
     assert json.loads(out.read_text()) == expected.to_json()
+    lost = ["effects", store, "--remove=3,8-10", "--out", f"{copied}/no/effects.json"]
+    status, (out, err) = cli.main(lost), capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, f"{expected}\n", 1)
+    assert err.startswith(f"trak-lite: {lost[-1]} cannot be written: No such file or directory. Name a file")
     found = repair(scored, 2, -0.05)
     rows = ",".join(map(str, sorted(found.rows.tolist())))
     shown = done(["effects", store, "--target", "2", "--goal", "-0.05"], capsys)
@@ -365,6 +369,10 @@ def test_a_report_on_some_rows_shows_the_samples_of_these_rows(tmp_path, capsys)
     store, other = str(tmp_path / "run.zarr"), str(tmp_path / "other.html")
     chosen = ["--out", other, "--where", "source=book", "--where", "source=a=b", "--where", "year=2021"]
     assert done(["report", store, *typed(tmp_path)], capsys) == f"report: {tmp_path}/run.html\n"
+    nowhere = f"{tmp_path}/recipe.py/a.html"
+    assert f"{nowhere} cannot be written" in refused(
+        ["report", store, *typed(tmp_path), "--out", nowhere], capsys
+    )
     assert done(["report", "--from", store, *typed(tmp_path), *chosen], capsys) == f"report: {other}\n"
     books = [row for row, index in enumerate(indices) if index % 3 == 0 and index >= 25]
     for page, rows in (((tmp_path / "run.html").read_text(), range(6)), (Path(other).read_text(), books)):
