@@ -49,6 +49,10 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
         (["check", "no/such"], "trak-lite: There is no store at "),
         (["inspect", "no/such"], "trak-lite: There is no store at "),
         (["report", "no/such"], "trak-lite: There is no store at "),
+        (
+            ["report", __file__],
+            "test_cli.py: it is a file, and a store is a folder. Name that folder; a config names it",
+        ),
         (["run"], f"run takes either a config or --from STORE; the config comes first. {USAGE} run (CONFIG"),
         (["run", "a.yaml", "--from", "b"], "run takes either"),
         (["run", "--from"], "--from has no value. Expected --from VALUE."),
@@ -123,6 +127,9 @@ def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     apart = unrolled(recipe["training"]().train(), targets, task, block=4)
     best = [f"{row} ({apart.numpy()[row, 0]:+.2e})" for row in apart.top(5, target=0).indices]
     assert f"target 0, most helpful rows: {'  '.join(best)}\n" in out
+    (named,) = (tmp_path / "run.run").glob("scores.*")
+    said = f"There is no store at {tmp_path}/run.run: it is the folder of a run. Its scores are in {named}."
+    assert said in refused(["inspect", str(tmp_path / "run.run")], capsys)
     assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
     for option in ("--where", "--by"):
         assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)

@@ -405,8 +405,8 @@ def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
         error.add_note(f"Raised while {doing}.")
         if "each tensor to be equal size" in str(error):  # of torch's default collate function
             error.add_note(
-                "Samples of different lengths need a collate function that pads them: collate=..., or a DataLoader with "
-                "collate_fn=... as data, which the functions of a recipe may return."
+                "Samples of different lengths need a collate function that pads them: collate=..., or a DataLoader "
+                "with collate_fn=... as data, which the functions of a recipe may return."
             )
         raise
 
