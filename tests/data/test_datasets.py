@@ -93,6 +93,14 @@ NO_ORDER = "does not read the dataset in order"
         ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
         ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
         ("Tensor of tensors.*TensorDataset", torch.ones(3)),
+        (
+            r"dict with the keys 'train', 'test'.*pass one, such as data\['train'\]",
+            {"train": [1], "test": [2]},
+        ),
+        (
+            r"dict of tensors.*TensorDataset.*single sample, put it into a list: \[sample\]",
+            {"ids": torch.ones(3)},
+        ),
         ("int without __getitem__ and __len__", 3),
         ("IterableDataset, whose rows have no index", Stream()),
         ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
