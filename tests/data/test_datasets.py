@@ -95,12 +95,13 @@ NO_ORDER = "does not read the dataset in order"
         ("Tensor of tensors.*TensorDataset", torch.ones(3)),
         (
             r"dict with the keys 'train', 'test'.*pass one, such as data\['train'\]",
-            {"train": [1], "test": [2]},
+            {"train": range(3), "test": range(2)},
         ),
         (
             r"dict of tensors.*TensorDataset.*single sample, put it into a list: \[sample\]",
             {"ids": torch.ones(3)},
         ),
+        ("dict of tensors.*TensorDataset.*single sample", {"input_ids": [1, 2], "labels": [1, 2]}),
         ("int without __getitem__ and __len__", 3),
         ("IterableDataset, whose rows have no index", Stream()),
         ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),

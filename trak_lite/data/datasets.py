@@ -452,7 +452,7 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
     is_frame = type(dataset).__module__.partition(".")[0] in ("pandas", "polars")
     if is_frame or isinstance(dataset, Tensor | Mapping) or _are_columns(dataset):
         if isinstance(dataset, Mapping) and not any(
-            isinstance(part, Tensor | np.ndarray) for part in dataset.values()
+            isinstance(part, Tensor | np.ndarray | list) for part in dataset.values()
         ):
             raise InvalidInputError(
                 f"{what} is a {type(dataset).__name__} with the keys {some_of(map(repr, dataset))}, not a dataset of "
