@@ -254,8 +254,12 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
     for more, number in (("# a comment", 6), ("def render(index):\n    return 'a row'", 7)):
         write_case(tmp_path, recipe=f"{recipe}\n\n{more}\n", more=selected)
         assert trained("--recipe_arguments.sizes=[1, 3]") == number
-    write_case(tmp_path, recipe=recipe.replace("optimizer.step()", "optimizer.step(None)"), more=selected)
+    changed = recipe.replace("optimizer.step()", "optimizer.step(None)")
+    write_case(tmp_path, recipe=changed, more=selected)
     assert trained("--recipe_arguments.sizes=[1, 3]") == 9
+    # what train calls is noticed by two repetitions, then all are trained again
+    write_case(tmp_path, recipe=changed.replace("Tanh", "GELU"), more=selected)
+    assert trained("--recipe_arguments.sizes=[1, 3]") == 13
 
 
 def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):
