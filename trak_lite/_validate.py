@@ -8,13 +8,14 @@ import importlib.util
 import json
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import InvalidInputError, MissingPackageError, UnknownNameError
+from trak_lite.errors import InvalidInputError, MissingPackageError, TrakLiteError, UnknownNameError
 
 _DEEPEST = 128
 _MOST_BYTES = 64 << 20
@@ -125,6 +126,19 @@ def some_of(texts: Iterable[str]) -> str:
     """
     found = list(texts)
     return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+
+
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raise :class:`InvalidInputError` if a file that the user named cannot be written."""
+    try:
+        yield
+    except TrakLiteError:  # some are an OSError as well
+        raise
+    except OSError as error:
+        raise InvalidInputError(
+            f"{out} cannot be written: {error.strerror or error}. Name a file in a folder that can be written."
+        ) from error
 
 
 def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:

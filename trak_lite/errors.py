@@ -9,6 +9,7 @@ or configs, so terminal control characters are escaped (:func:`printable`).
 from __future__ import annotations
 
 import errno
+import re
 
 __all__ = [
     "MODEL_FAILURES",
@@ -195,8 +196,9 @@ _DONE_STAYS = "Finished rows are stored; the same call computes the others."
 
 
 def summary(error: BaseException) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
+    """Return an error's type and the first line of its message, without the colours of torch's messages."""
+    text = re.sub("\x1b\\[[0-9;]*m", "", str(error))
+    return f"{type(error).__name__}: {next(iter(text.splitlines()), 'no message')}"
 
 
 def refuse_machine_failure(error: BaseException) -> None:

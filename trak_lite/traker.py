@@ -683,8 +683,10 @@ class _Cursor:
                 raise InvalidInputError(f"inds must be integers, got {rows.dtype}.")
             rows = rows.astype(np.int64)
         if len(rows) != batch_rows:
+            given = f"num_samples is {len(rows)}" if inds is None else f"inds has {len(rows)} rows"
             raise InvalidInputError(
-                f"The batch has {batch_rows} samples, but {len(rows)} rows were given. Give one row per sample."
+                f"The batch has {batch_rows} samples, but {given}. "
+                + (f"Pass num_samples={batch_rows}." if inds is None else "Give one row per sample.")
             )
         outside = rows[(rows < 0) | (rows >= self.spec.num_rows)]
         if outside.size:

@@ -1,6 +1,8 @@
 """The command line as a program: checks, exit status, unroll, Ctrl-C."""
 
+import importlib
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,10 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
         (["check", "no/such"], "trak-lite: There is no store at "),
         (["inspect", "no/such"], "trak-lite: There is no store at "),
         (["report", "no/such"], "trak-lite: There is no store at "),
+        (
+            ["report", __file__],
+            "test_cli.py: it is a file, and a store is a folder. Name that folder; a config names it",
+        ),
         (["run"], f"run takes either a config or --from STORE; the config comes first. {USAGE} run (CONFIG"),
         (["run", "a.yaml", "--from", "b"], "run takes either"),
         (["run", "--from"], "--from has no value. Expected --from VALUE."),
@@ -121,6 +127,9 @@ def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     apart = unrolled(recipe["training"]().train(), targets, task, block=4)
     best = [f"{row} ({apart.numpy()[row, 0]:+.2e})" for row in apart.top(5, target=0).indices]
     assert f"target 0, most helpful rows: {'  '.join(best)}\n" in out
+    (named,) = (tmp_path / "run.run").glob("scores.*")
+    said = f"There is no store at {tmp_path}/run.run: it is the folder of a run. Its scores are in {named}."
+    assert said in refused(["inspect", str(tmp_path / "run.run")], capsys)
     assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
     for option in ("--where", "--by"):
         assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)
@@ -130,6 +139,36 @@ def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     assert "needs a function training() that returns a trak_lite.unrolled.Recipe, and defines none" in none
     wrong = RECIPE + "\n\ndef training():\n    return 3\n"
     assert "got int" in refused(["unroll", write_case(tmp_path, recipe=wrong)], capsys)
+
+
+EDITED = """    path = __import__("pathlib").Path(__file__)
+    if not path.read_text().startswith("# edited"):
+        path.write_text("# edited\\n\\n" + path.read_text())
+"""
+
+
+def test_a_run_is_refused_if_what_it_was_trained_with_changed_and_not_for_the_rest_of_the_recipe(
+    tmp_path, monkeypatch, capsys
+):
+    """In Python likewise; the file may change while the recipe is in use."""
+    now = '    """The loss of each sample."""\n    inputs, labels = batch\n'
+    recipe = RECIPE + TRAINING.replace("    inputs, labels = batch\n", now)
+    config = write_case(
+        tmp_path, recipe=recipe.replace("    from trak_lite.unr", f"{EDITED}    from trak_lite.unr")
+    )
+    out = done(["unroll", config], capsys)
+    assert (tmp_path / "recipe.py").read_text().startswith("# edited")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "run.run").rglob("*.safetensors")}
+    for other in (recipe, f"# a comment\n{recipe}", recipe.replace('f"row {index}"', '"a row"')):
+        assert done(["unroll", write_case(tmp_path, recipe=other)], capsys) == out
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "recipe", raising=False)
+    importlib.import_module("recipe").training().train(tmp_path / "run.run")
+    monkeypatch.delitem(sys.modules, "recipe")
+    assert times == {path: path.stat().st_mtime_ns for path in times}
+    for old, new in (('n="none")', 'n="none") * 1.0'), ("row_losses", "losses")):
+        said = refused(["unroll", write_case(tmp_path, recipe=recipe.replace(old, new))], capsys)
+        assert "was made with other settings" in said
 
 
 # Ctrl-C

@@ -181,6 +181,10 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
     assert shown == f"{expected}\nwritten: {out}\n"
     assert "From 30 trial sets (1 model each)" in shown
     assert json.loads(out.read_text()) == expected.to_json()
+    lost = ["effects", store, "--remove=3,8-10", "--out", f"{copied}/no/effects.json"]
+    status, (out, err) = cli.main(lost), capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, f"{expected}\n", 1)
+    assert err.startswith(f"trak-lite: {lost[-1]} cannot be written: No such file or directory. Name a file")
     found = repair(scored, 2, -0.05)
     rows = ",".join(map(str, sorted(found.rows.tolist())))
     shown = done(["effects", store, "--target", "2", "--goal", "-0.05"], capsys)
@@ -226,14 +230,15 @@ def test_questions_about_effects_that_cannot_be_answered_are_refused(ran, capsys
 
 
 def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
-    """Again, one is trained for comparison; the values in a list tell trainings apart."""
+    """Again, one is trained for comparison; the values in a list and the code of the training tell trainings apart."""
     recipe = RECIPE.replace(
         "    torch.manual_seed(seed)\n    model = build",
         f"    with open('{tmp_path}/seen', 'a') as file:\n"
         "        file.write(' '.join(map(str, sorted(indices))) + '\\n')\n"
         "    torch.manual_seed(seed)\n    model = build",
     ).replace("steps: int = 3", "steps: int = 3, sizes: list[int] = ()")
-    config = write_case(tmp_path, recipe=recipe, more="train_data: {indices: [30, 31, 35, 39]}\n")
+    selected = "train_data: {indices: [30, 31, 35, 39]}\n"
+    config = write_case(tmp_path, recipe=recipe, more=selected)
     done(["run", config], capsys)
     (tmp_path / "seen").unlink()
 
@@ -246,6 +251,15 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
     assert trained("--recipe_arguments.sizes=[1, 2]") == 2
     assert trained("--recipe_arguments.sizes=[1, 2]") == 3
     assert trained("--recipe_arguments.sizes=[1, 3]") == 5
+    for more, number in (("# a comment", 6), ("def render(index):\n    return 'a row'", 7)):
+        write_case(tmp_path, recipe=f"{recipe}\n\n{more}\n", more=selected)
+        assert trained("--recipe_arguments.sizes=[1, 3]") == number
+    changed = recipe.replace("optimizer.step()", "optimizer.step(None)")
+    write_case(tmp_path, recipe=changed, more=selected)
+    assert trained("--recipe_arguments.sizes=[1, 3]") == 9
+    # what train calls is noticed by two repetitions, then all are trained again
+    write_case(tmp_path, recipe=changed.replace("Tanh", "GELU"), more=selected)
+    assert trained("--recipe_arguments.sizes=[1, 3]") == 13
 
 
 def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):
@@ -359,6 +373,10 @@ def test_a_report_on_some_rows_shows_the_samples_of_these_rows(tmp_path, capsys)
     store, other = str(tmp_path / "run.zarr"), str(tmp_path / "other.html")
     chosen = ["--out", other, "--where", "source=book", "--where", "source=a=b", "--where", "year=2021"]
     assert done(["report", store, *typed(tmp_path)], capsys) == f"report: {tmp_path}/run.html\n"
+    nowhere = f"{tmp_path}/recipe.py/a.html"
+    assert f"{nowhere} cannot be written" in refused(
+        ["report", store, *typed(tmp_path), "--out", nowhere], capsys
+    )
     assert done(["report", "--from", store, *typed(tmp_path), *chosen], capsys) == f"report: {other}\n"
     books = [row for row, index in enumerate(indices) if index % 3 == 0 and index >= 25]
     for page, rows in (((tmp_path / "run.html").read_text(), range(6)), (Path(other).read_text(), books)):

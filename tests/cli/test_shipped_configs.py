@@ -89,5 +89,5 @@ def test_what_a_config_lacks_is_named_in_one_line(tmp_path, monkeypatch, capsys)
         assert module.partition(".")[0] in line
         assert "Install what it imports" in line
     source = "--recipe_arguments.source=stand-on"
-    said = "source must be Literal['torchvision', 'stand-in'], got 'stand-on'."
+    said = "source must be 'torchvision' or 'stand-in', got 'stand-on'."
     assert said in refused(["run", str(ROOT / "configs" / "cifar10.yaml"), source], capsys)

@@ -93,6 +93,15 @@ NO_ORDER = "does not read the dataset in order"
         ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),
         ("tuple of tensors.*TensorDataset", (torch.ones(3), torch.ones(3))),
         ("Tensor of tensors.*TensorDataset", torch.ones(3)),
+        (
+            r"dict with the keys 'train', 'test'.*pass one, such as data\['train'\]",
+            {"train": range(3), "test": range(2)},
+        ),
+        (
+            r"dict of tensors.*TensorDataset.*single sample, put it into a list: \[sample\]",
+            {"ids": torch.ones(3)},
+        ),
+        ("dict of tensors.*TensorDataset.*single sample", {"input_ids": [1, 2], "labels": [1, 2]}),
         ("int without __getitem__ and __len__", 3),
         ("IterableDataset, whose rows have no index", Stream()),
         ("IterableDataset, whose rows have no index", DataLoader(Stream(), batch_size=2)),
@@ -206,7 +215,10 @@ def test_an_error_outside_a_worker_names_the_sample_in_a_note_and_ends_a_run():
 def test_samples_of_other_lengths_name_what_is_missing():
     with pytest.raises(RuntimeError, match="equal size") as raised:
         list(Rows([torch.zeros(2), torch.zeros(3)]).batches([np.arange(2)]))
-    assert "a collate function that pads" in raised.value.__notes__[1]
+    assert (
+        "a collate function that pads them: collate=..., or a DataLoader with collate_fn"
+        in raised.value.__notes__[1]
+    )
 
 
 class Opened(Counting):

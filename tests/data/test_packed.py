@@ -127,7 +127,9 @@ def test_padding_is_no_part_of_a_document():
         assert documents.place.tolist() == [0, 1]
         assert documents.start.tolist() == [1, 3]
     ends_early = {"input_ids": torch.arange(7), "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32)}
-    assert [sample["input_ids"].tolist() for sample in Documents([ends_early])] == [[0, 1], [2, 3, 4]]
+    for marked in ({"labels": [0, 1, 2, 3, 4, IGNORED, IGNORED]}, {"attention_mask": torch.arange(7) < 5}):
+        found = [sample["input_ids"].tolist() for sample in Documents([{**ends_early, **marked}])]
+        assert found == [[0, 1], [2, 3, 4]]
 
 
 def test_the_rest_of_a_text_that_was_cut_keeps_its_positions():
@@ -163,6 +165,11 @@ THREE = {"input_ids": [1, 2, 3], "seq_lengths": [3]}
         ("Packed row 1 is a list", [1, 2]),
         (r"Packed row 1: seq_lengths is \[2, 1\].*at most 2", {**TWO, "seq_lengths": [2, 1]}),
         ("lengths of documents", {**TWO, "seq_lengths": [-1, 2]}),
+        (
+            "Packed row 1: seq_lengths ends at token 1 of 2, and 1 tokens after it .*token 1.*or mark",
+            {**TWO, "seq_lengths": [1]},
+        ),
+        ("cu_seqlens ends at token 1 of 2", {**TWO, "cu_seqlens": [0, 1], "labels": [IGNORED, 4]}),
         ("lengths of documents", {**TWO, "seq_lengths": [0.5, 1.5]}),
         ("begin with 0", {**TWO, "cu_seqlens": [1, 2]}),
         ("begin with 0", {**TWO, "cu_seqlens": []}),
@@ -185,7 +192,11 @@ def test_other_data_are_refused():
         (InvalidInputError, r"DataLoader.*collate=pad_documents", lambda: Documents(DataLoader([]))),
         (InvalidInputError, "the packed dataset is a int", lambda: Documents(3)),
         (UnknownNameError, "Did you mean 'seq_lengths'", lambda: Documents([], borders="seq_length")),
-        (InvalidInputError, "No rows in the dataset", lambda: Rows(Documents([{**TWO, "seq_lengths": [1]}]))),
+        (
+            InvalidInputError,
+            "No rows in the dataset",
+            lambda: Rows(Documents([{**TWO, "seq_lengths": [1, 1]}])),
+        ),
     ):
         with pytest.raises(error, match=said):
             call()

@@ -117,7 +117,10 @@ def test_transformers_mixes_documents_with_a_mask_or_a_cache(build, attention):
     model, rows = made(build, attention), packed_rows()
     masked = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
     pairs = zip(rows, ([4, 3, 6], [4, 6]), strict=True)
-    joined = [{"input_ids": row["input_ids"], "seq_lengths": lengths} for row, lengths in pairs]
+    joined = [
+        {"input_ids": row["input_ids"], "labels": row["labels"], "seq_lengths": lengths}
+        for row, lengths in pairs
+    ]
 
     def cached(samples):
         return {**{name: values[None] for name, values in samples[0].items()}, "use_cache": True}

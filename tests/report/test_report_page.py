@@ -188,6 +188,12 @@ def rendering(content: Any) -> dict[str, Any]:
         ({"k": 0}, InvalidInputError, "k must be an integer of at least 1"),
         ({"figures": ["histgram"]}, InvalidInputError, "histogram"),
         ({"out": Path()}, InvalidInputError, r"is a folder. Name a file in it"),
+        (
+            {"out": Path(__file__, "a.html")},
+            InvalidInputError,
+            r"a\.html cannot be written: .*Name a file in a folder",
+        ),
+        ({"out": Path("/proc/a.html")}, InvalidInputError, r"/proc/a\.html cannot be written: "),
         ({"scores": BEYOND}, NonFiniteError, "score is NaN"),
     ],
 )

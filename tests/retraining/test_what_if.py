@@ -98,6 +98,7 @@ def test_the_prediction_is_the_sum_of_scores():
     assert found.upper is None
     assert "without 2 of 10 train rows (20.0%)" in str(found)
     assert "No interval: no retraining is stored with these scores" in str(found)
+    assert "targets) (on the command line: trak-lite trials CONFIG), or verify." in str(found)
     np.testing.assert_array_equal(what_if(held, np.isin(np.arange(10), [2, 7])).predicted, found.predicted)
     both = what_if(held, remove=[1], add=[3, 4])
     np.testing.assert_allclose(both.predicted, matrix[[3, 4]].sum(0) - matrix[1], rtol=1e-6)

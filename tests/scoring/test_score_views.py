@@ -270,6 +270,9 @@ def test_reliability_ranks_what_each_run_alone_scores(q):
     positive = expected.clip(min=0)
     np.testing.assert_allclose(found.expected, 3 * positive / (1 + 2 * positive))
     np.testing.assert_array_equal(found.reliable, found.expected >= 0.2)
+    assert f"{found.reliable.sum()} of {len(found.reliable)} targets have a reliable ranking" in str(found)
+    assert f"agree by {np.median(found.agreement):.2f} ({found.agreement.min():.2f} to " in str(found)
+    assert f"others by {np.median(found.expected):.2f} (" in str(found)
     # The kernel is that of all rows: only the rows that are ranked are fewer.
     some = scores.reliability(runs=RUNS, max_rows=10)
     np.testing.assert_allclose(some.agreement, mean_spearman(alone[:, ::2]), atol=1e-12)

@@ -15,7 +15,13 @@ import store_cases as cases
 from store_cases import NAME, SPEC, content, finish, flip, folder, overwrite, raises, reading, row_log, values
 
 from trak_lite import errors
-from trak_lite.errors import CorruptStoreError, IncompleteStoreError, ReadOnlyStoreError, StoreError
+from trak_lite.errors import (
+    CorruptStoreError,
+    IncompleteStoreError,
+    MissingStoreError,
+    ReadOnlyStoreError,
+    StoreError,
+)
 from trak_lite.store import Column, MemoryFeatureStore, ZarrFeatureStore, check_store
 
 INT8 = replace(cases.PACKED, columns=(Column("features", 5, "int8"), cases.PACKED.columns[1]))
@@ -218,7 +224,10 @@ def test_torn_metadata_is_a_finding_and_the_rest_is_looked_at(mixed):
     assert not check_store(mixed, repair=True).ok
     assert not os.path.lexists(f"{mixed}/other/q/c.0")
     os.unlink(f"{mixed}/zarr.json")
-    raises(CorruptStoreError, "is not a store", cases.open_for_writing, mixed)
+    said = r"is a store without its zarr\.json.*Restore zarr\.json from a backup, or use another path\. "
+    raises(CorruptStoreError, said, cases.open_for_writing, mixed)
+    raises(MissingStoreError, said, ZarrFeatureStore.open, mixed)
+    assert [f.level for f in check_store(mixed).findings if f.table is None] == ["damage"]
 
 
 def test_a_disk_that_cannot_be_read_is_a_finding(mixed):

@@ -181,8 +181,15 @@ def test_a_folder_that_cannot_be_written_is_refused_for_writing(path, monkeypatc
     cases.make(path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     for use in (lambda: ZarrFeatureStore.open(path, "r+"), lambda: ZarrFeatureStore.create(path, MANIFEST)):
-        raises(ReadOnlyStoreError, r"cannot be written.*mode='r'", use)
-    assert ZarrFeatureStore.open(path).table_names() == [NAME]
+        raises(ReadOnlyStoreError, r"cannot be written.*another path\..*open_store\(path, mode='r'\)", use)
+    with ZarrFeatureStore.open(path) as store:
+        assert store.table_names() == [NAME]
+        raises(
+            ReadOnlyStoreError,
+            r"opened for reading.*another path\..*open_store\(path, mode='r\+'\)",
+            store.drop_table,
+            NAME,
+        )
 
 
 @pytest.mark.parametrize(("denied", "said"), [(os.R_OK, "to read"), (os.X_OK, "to read"), (None, "mode='r'")])

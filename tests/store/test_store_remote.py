@@ -329,7 +329,7 @@ def test_a_place_where_a_creator_was_killed_becomes_a_store(bucket, here):
     here.table().put(0, values([0]))
     assert here.reader().done().tolist().count(True) == 1
     del bucket.kept["zarr.json"]  # tables are there: this is a damaged store, and not one that is being made
-    raises(CorruptStoreError, "is not a store", here.store)
+    raises(CorruptStoreError, r"is a store without its zarr\.json.*from a backup", here.store)
     bucket.kept = {"photos/cat.jpg": b"x"}
     raises(CorruptStoreError, "is not a store", here.store)
     raises(MissingStoreError, None, here.reader)

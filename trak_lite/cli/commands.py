@@ -18,6 +18,7 @@ import numpy as np
 from safetensors.torch import save_file
 
 from trak_lite import unrolled
+from trak_lite._validate import writing
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
@@ -393,7 +394,8 @@ def effects(
         found = what_if(scores, wanted_rows(where, scores.columns, len(scores)))
     yield str(found)
     if out is not None:
-        Path(out).write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
+        with writing(Path(out)):
+            Path(out).write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
         yield f"written: {out}"
 
 

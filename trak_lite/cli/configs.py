@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import cache, partial
-from inspect import formatannotation
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeAlias, Union, final, get_args, get_origin
@@ -24,7 +23,7 @@ from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 
 from trak_lite._validate import check_depth, known_names
 from trak_lite.attributor import Attributor
-from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
+from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of, shown_type
 from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.data.datasets import Rows
@@ -212,7 +211,7 @@ def _value(
     except (ArgumentError, OverflowError):
         fits = False
     if not fits:
-        raise InvalidInputError(f"{where}: {name} must be {formatannotation(key.type)}, got {given!r:.100}.")
+        raise InvalidInputError(f"{where}: {name} must be {shown_type(key.type)}, got {given!r:.100}.")
     try:
         if name in ("method", "score.method") and value not in ("auto", None):
             as_method(value)

@@ -91,6 +91,22 @@ def plain_type(annotation: Any) -> Any:
     return None
 
 
+def shown_type(kind: Any) -> str:
+    """Return the type of a key in words, for messages.
+
+    Example:
+        >>> shown_type(int | Literal["auto"] | None)
+        "int, 'auto' or null"
+    """
+    if kind is _NONE:
+        return "null"
+    if get_origin(kind) in (typing.Union, types.UnionType, Literal):
+        as_text = repr if get_origin(kind) is Literal else shown_type
+        *first, last = map(as_text, get_args(kind))
+        return f"{', '.join(first)} or {last}" if first else last
+    return inspect.formatannotation(kind)
+
+
 def is_plain(value: Any) -> bool:
     """Whether JSON can represent a value: not dates, sets and bytes of YAML, nor NaN and infinite numbers."""
     try:

@@ -6,13 +6,15 @@ A recipe is executed if a config file or the command line names it. The recipe i
 from __future__ import annotations
 
 import hashlib
+import io
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
+from importlib.util import decode_source, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -111,7 +113,8 @@ def load_recipe(path: Path) -> Recipe:
             f"There is no recipe at {path} ({error.strerror}). Name a Python file that defines {_listed(_NEEDED)}."
         ) from error
     digest = hashlib.sha256(content).hexdigest()
-    module = _run(path, content, f"trak_lite_recipe_{digest[:16]}")
+    # Identities hold the end of this name alone (modelout_functions/_describe.py); a dot would name a package.
+    module = _run(path, content, f"trak_lite_recipe_{digest[:16]}_{path.stem.replace('.', '_')}")
     functions = {name: getattr(module, name) for name in (*_NEEDED, *_GIVEN) if hasattr(module, name)}
     functions = {name: value for name, value in functions.items() if callable(value) or name not in _SERVED}
     missing = [name for name in _NEEDED if name not in functions]
@@ -177,7 +180,11 @@ def _run(path: Path, content: bytes, name: str) -> ModuleType:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
-        exec(compile(content, str(path), "exec"), module.__dict__)
+        code = compile(content, str(path), "exec", dont_inherit=True)  # the same code as of an import
+        # Identities hold the source of functions: that which is executed, whatever the file becomes meanwhile.
+        lines = io.StringIO(decode_source(content) + "\n").readlines()
+        linecache.cache[str(path)] = (len(content), None, lines, str(path))
+        exec(code, module.__dict__)
     except (SyntaxError, ImportError) as error:
         del sys.modules[name]
         line = f" line {error.lineno}:" if isinstance(error, SyntaxError) else ""

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from trak_lite._devices import undisturbed
-from trak_lite._validate import positive_int
+from trak_lite._validate import positive_int, some_of
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
     ColumnMarks,
@@ -404,7 +404,10 @@ def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"Raised while {doing}.")
         if "each tensor to be equal size" in str(error):  # of torch's default collate function
-            error.add_note("Samples of different lengths need a collate function that pads them: collate=...")
+            error.add_note(
+                "Samples of different lengths need a collate function that pads them: collate=..., or a DataLoader "
+                "with collate_fn=... as data, which the functions of a recipe may return."
+            )
         raise
 
 
@@ -448,6 +451,13 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
         )
     is_frame = type(dataset).__module__.partition(".")[0] in ("pandas", "polars")
     if is_frame or isinstance(dataset, Tensor | Mapping) or _are_columns(dataset):
+        if isinstance(dataset, Mapping) and not any(
+            isinstance(part, Tensor | np.ndarray | list) for part in dataset.values()
+        ):
+            raise InvalidInputError(
+                f"{what} is a {type(dataset).__name__} with the keys {some_of(map(repr, dataset))}, not a dataset of "
+                "samples. Of several datasets pass one, such as data['train']. Put a single sample into a list."
+            )
         parts = dataset if isinstance(dataset, tuple | list) else ()
         of = "arrays" if any(isinstance(part, np.ndarray) for part in parts) else "tensors"
         wrapped = "torch.as_tensor(inputs), torch.as_tensor(labels)"
@@ -456,6 +466,7 @@ def _refuse_unindexed(dataset: Any, what: str) -> None:
         raise InvalidInputError(
             f"{what} is a {type(dataset).__name__}{'' if is_frame else f' of {of}'}, not a dataset of samples. "
             f"Wrap it: torch.utils.data.TensorDataset({wrapped}), inputs in the dtype of the model."
+            f"{' If it is a single sample, put it into a list: [sample].' if isinstance(dataset, Mapping) else ''}"
         )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise InvalidInputError(

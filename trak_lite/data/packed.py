@@ -39,7 +39,8 @@ class Documents(Dataset[dict[str, Any]]):
     A packed row is a mapping with ``input_ids`` ``(T,)`` or ``(1, T)``, as lists, arrays or tensors, and a column of
     borders: ``seq_lengths`` (as TRL's ``packing=True`` makes it), ``cu_seqlens`` or ``cu_seq_lens_q`` (begins with 0),
     ``seq_idx`` (changes at borders; below 0 is padding) or ``position_ids`` (a document begins where a position is not
-    the one before plus 1). Tokens after the last border and tokens with ``attention_mask`` 0 are padding.
+    the one before plus 1). Tokens with ``attention_mask`` 0 are padding, and tokens after the last border, which must
+    have the label -100 or this mask.
 
     A document holds its part of every column with T entries (``input_ids``, ``labels``, ...), in the type of the
     packed row. ``position_ids`` are kept only if a document has others than 0, 1, 2, ..., as the second half of a text
@@ -159,8 +160,17 @@ class Documents(Dataset[dict[str, Any]]):
                     f"{tuple(np.shape(row['input_ids']))}. Expected one number per token, (T,) or (1, T)."
                 )
         numbers = _document_numbers(name, _array(row[name]).reshape(-1), length, where)
-        if "attention_mask" in columns:
-            numbers[_array(columns["attention_mask"]) == 0] = -1
+        labels = _array(columns.get("labels", columns["input_ids"]))
+        masked = (
+            _array(columns["attention_mask"]) == 0
+            if "attention_mask" in columns
+            else np.zeros(length, np.bool_)
+        )
+        if name not in _PER_TOKEN:
+            _refuse_rest(
+                np.flatnonzero((numbers < 0) & ~masked & (labels != _IGNORED)), f"{where}: {name}", numbers
+            )
+        numbers[masked] = -1
         if name in _PER_TOKEN:  # padding has no place
             numbers[numbers >= 0] = np.unique(numbers[numbers >= 0], return_inverse=True)[1]
         edges = np.flatnonzero(np.diff(numbers, prepend=-2, append=-2))
@@ -173,7 +183,6 @@ class Documents(Dataset[dict[str, Any]]):
                 f"{where} has tokens with attention_mask 0 or seq_idx below 0 inside a document. Expected padding "
                 "before or after documents only."
             )
-        labels = _array(columns.get("labels", columns["input_ids"]))
         spans = np.stack([np.full_like(place, number), place, start, stop], 1)
         kept = spans[[bool((labels[a + self.shift : b] != _IGNORED).any()) for *_, a, b in spans]]
         self._left_out += len(spans) - len(kept)
@@ -226,6 +235,16 @@ def _array(values: Any) -> NDArray[Any]:
 
 def _tensor(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+
+
+def _refuse_rest(labelled: NDArray[np.int64], what: str, numbers: NDArray[np.int64]) -> None:
+    """Raise if tokens after the last document have labels: they were trained on, and no document holds them."""
+    if len(labelled):
+        raise InvalidInputError(
+            f"{what} ends at token {int((numbers >= 0).sum())} of {len(numbers)}, and {len(labelled)} tokens after it "
+            f"have labels (the first is token {labelled[0]}). Give the borders of all documents, or mark padding: "
+            "labels -100, or attention_mask 0."
+        )
 
 
 def _document_numbers(name: str, given: NDArray[Any], length: int, where: str) -> NDArray[np.int64]:

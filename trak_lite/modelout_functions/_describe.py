@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import pickle
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -139,11 +140,18 @@ _FORMER_MODULES: Final = {
     "unrolled.subsets.SubsetTraining": "unrolled.runs",
 }
 """Modules in which classes of this package stood when descriptions that hold their names were first stored."""
+_RECIPE: Final = re.compile(r"trak_lite_recipe_[0-9a-f]{16}_")
+"""Begins the name of a recipe's module (``trak_lite/cli/recipes.py``), which changes with every byte of the file."""
+
+
+def _module_name(module: str) -> str:
+    """Return the name of a module, as stored; that of a recipe is the name that ``import`` gives to its file."""
+    return _RECIPE.sub("", module, count=1)
 
 
 def name_of(thing: Any) -> str:
     """Return the qualified name, as stored; objects implemented in C may have no module."""
-    module, name = getattr(thing, "__module__", None) or "builtins", thing.__qualname__
+    module, name = _module_name(getattr(thing, "__module__", None) or "builtins"), thing.__qualname__
     former = _FORMER_MODULES.get(f"{module.removeprefix('trak_lite.')}.{name}")
     return f"{module}.{name}" if former is None else f"trak_lite.{former}.{name}"
 
@@ -193,7 +201,7 @@ class _Description:
         if type(value) in (bytes, bytearray):
             return {type(value).__name__: sha256(bytes(value))}
         if isinstance(value, ModuleType):
-            return {"module": value.__name__}
+            return {"module": _module_name(value.__name__)}
         if id(value) in self._open:  # a reference cycle: describe it by depth, not by address
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:

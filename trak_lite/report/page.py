@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from trak_lite._validate import known_names, require_packages
+from trak_lite._validate import known_names, require_packages, writing
 from trak_lite._version import __version__
 from trak_lite.data.columns import Where
 from trak_lite.errors import InvalidInputError
@@ -82,7 +82,8 @@ def write_report(
         where: Show some train rows only, as in :meth:`trak_lite.Scores.top`; the histogram is that of these rows.
 
     Raises:
-        InvalidInputError: If the path is a folder, a target or figure does not exist, or no row satisfies ``where``.
+        InvalidInputError: If the path is a folder or cannot be written, a target or figure does not exist, or no row
+            satisfies ``where``.
         NonFiniteError: If a score is NaN or infinite.
         MissingPackageError: If a package of the extra ``report`` is not installed: Jinja2, matplotlib (for figures) or
             Pillow (for images).
@@ -120,7 +121,7 @@ class Gallery:
         """Write the gallery as one offline HTML file and return its path.
 
         Raises:
-            InvalidInputError: If the path is a folder.
+            InvalidInputError: If the path is a folder, or cannot be written.
             MissingPackageError: If a package of the extra ``report`` is not installed.
         """
         values = {"title": f"Targets {self.name!r}", "searchable": False, "layout": "page.html"}
@@ -256,14 +257,15 @@ def _write_page(path: str | PathLike[str], template: str, **values: Any) -> Path
     if out.is_dir():
         raise InvalidInputError(f"{out} is a folder. Name a file in it, such as {out / 'report.html'}.")
     pieces = environment().get_template(template).generate(values)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
-    try:
-        with unfinished.open("x", encoding="utf-8", newline="\n") as file:
-            file.writelines(pieces)
-        unfinished.replace(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+        try:
+            with unfinished.open("x", encoding="utf-8", newline="\n") as file:
+                file.writelines(pieces)
+            unfinished.replace(out)
+        finally:
+            unfinished.unlink(missing_ok=True)
     return out
 
 

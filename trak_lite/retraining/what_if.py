@@ -45,6 +45,7 @@ the mean, and the rows with the scores that are most similar to those of a rando
 _KEPT_TARGETS: Final = 256
 """Number of targets, evenly spaced, whose changes calibrate the intervals of all; bounds their time and memory."""
 _SHOWN: Final = 5
+_MEASURE: Final = "try_removals(scores, train_fn, targets) (on the command line: trak-lite trials CONFIG)"
 
 
 @final
@@ -201,7 +202,7 @@ class SummedEffects:
         if self.trials is None:
             basis = (
                 "No interval: no retraining is stored with these scores. The prediction is the sum of scores; measure "
-                "with try_removals(scores, train_fn, targets), or verify."
+                f"with {_MEASURE}, or verify."
             )
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
@@ -423,5 +424,5 @@ def _basis(trials: Trials, found: EffectInterval, shape: tuple[float, float], le
     )
     return (
         f"No interval for this set ({where}): {why}. The prediction is the sum of scores, which can be several times "
-        "too small. Measure sets of many kinds with try_removals(scores, train_fn, targets)."
+        f"too small. Measure sets of many kinds with {_MEASURE}."
     )

@@ -230,7 +230,7 @@ class Workspace:
             compare_fingerprints(compared, given, where=self.name)
         except ManifestMismatchError as error:
             cause = _cause([key for key, *_ in differing_keys(compared, given)])
-            cause = cause or _other_settings(stored.made_with, self._manifest.made_with)
+            cause = cause or _other_settings(stored, self._manifest)
             error = ManifestMismatchError(f"{cause}{error}")
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
@@ -256,17 +256,27 @@ def _cause(keys: Sequence[str]) -> str:
     return "The rows are of other samples, or of the same ones in another order. " if data else ""
 
 
-def _other_settings(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def _shown_setting(name: str, settings: Mapping[str, Any], manifest: Manifest) -> str:
+    """Return a setting as text; of a task without a name, which is a function, the name of the function."""
+    task = manifest.fingerprint.get("task")
+    if name == "task" and settings[name] is None and isinstance(task, Mapping):
+        function = task.get("function")
+        own = function.get("callable") if isinstance(function, Mapping) else None
+        return "a function" if own is None else f"the function {own!s:.80}"
+    return f"{settings[name]!r:.80}"
+
+
+def _other_settings(stored: Manifest, given: Manifest) -> str:
     """Return a sentence on the arguments of the attributor that differ; the fingerprint names what follows from them.
 
     The method is left out: rows do not depend on it.
     """
-    there, here = stored.get("settings"), given.get("settings")
+    there, here = stored.made_with.get("settings"), given.made_with.get("settings")
     if not isinstance(there, Mapping) or not isinstance(here, Mapping):
         return ""
     known = {name for name in there.keys() & here.keys() if name not in ("method", "gradient_computer")}
     other = [
-        f"{name}={there[name]!r:.80}, not {here[name]!r:.80}"
+        f"{name}={_shown_setting(name, there, stored)}, not {_shown_setting(name, here, given)}"
         for name in sorted(known)
         if there[name] != here[name]
     ]

@@ -40,6 +40,17 @@ class Reliability:
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
 
+    def __str__(self) -> str:
+        """Return how many targets are reliable, and the medians and ranges of both correlations."""
+        spans = (
+            f"{np.median(values):.2f} ({values.min():.2f} to {values.max():.2f})"
+            for values in (self.agreement, self.expected)
+        )
+        return (
+            "{} of {} targets have a reliable ranking of train rows; median over targets (lowest to highest): two "
+            "checkpoints or runs agree by {}, and all with as many others by {}."
+        ).format(self.reliable.sum(), len(self.reliable), *spans)
+
 
 @final
 class Repeats:

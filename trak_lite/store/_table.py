@@ -289,5 +289,5 @@ def opened_for_reading(where: str) -> ReadOnlyStoreError:
     """Return the error of a write. Attributors open a store that they cannot write for reading, and have no mode."""
     return ReadOnlyStoreError(
         f"{where} was opened for reading: it cannot be written, or was opened with mode='r'. Make the folder writable, "
-        "or open it with mode='r+'."
+        "or use another path. If you opened it with mode='r': trak_lite.store.open_store(path, mode='r+')."
     )

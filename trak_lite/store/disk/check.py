@@ -58,13 +58,27 @@ _LEFT = re.compile(r"\.(new|dropped-.+)-[0-9a-f]{32}")
 NEXT_WRITER = "nothing: the next writer does it"
 _PUT_BACK_TABLE = "put the right folder back, or remove this one and check with --repair"
 _PUT_BACK = "replace it by the folder"
+_SCORES_OF_RUN = "scores.zarr"
 _RESTORE = "restore zarr.json from a backup, or use another path"
 
 
 def missing_store(root: str) -> MissingStoreError:
-    """Return the error for a path without a store."""
-    return MissingStoreError(
-        f"There is no store at {root}: no zarr.json in it. Check the path, or featurize first."
+    """Return the error for a path without a store; of other things at the path it says what they are."""
+    if os.path.isdir(f"{root}/{TABLES}"):
+        return MissingStoreError(lost_metadata(root))
+    what = "no zarr.json in it. Check the path, or featurize first."
+    if os.path.isfile(root):
+        what = "it is a file, and a store is a folder. Name that folder; a config names it as its path."
+    elif os.path.isdir(f"{root}/{_SCORES_OF_RUN}"):
+        what = f"it is the folder of a run. Its scores are in {root}/{_SCORES_OF_RUN}."
+    return MissingStoreError(f"There is no store at {root}: {what}")
+
+
+def lost_metadata(where: str) -> str:
+    """Return the message for a store whose own ``zarr.json`` is gone, and whose rows may all be there."""
+    return (
+        f"{where} is a store without its zarr.json: its list of tables ({TABLES}) is there. Nothing was written. "
+        "Restore zarr.json from a backup, or use another path. trak-lite check lists what is there."
     )
 
 

@@ -36,6 +36,11 @@ from trak_lite.store._failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 
+READING_NEEDS_LESS = (
+    "Make the folder writable, or use another path. A store that is there can be read without: "
+    "trak_lite.store.open_store(path, mode='r')."
+)
+"""What to do about a folder that cannot be written; attributors read such a store by themselves, and have no mode."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_PLAIN_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
@@ -69,9 +74,7 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
                 f"{seen} Give this user the right to read {error.filename}, and open it again."
             ) from error
         if error.errno in _READ_ONLY:
-            raise ReadOnlyStoreError(
-                f"{seen} Make the folder writable, open the store with mode='r', or use another path."
-            ) from error
+            raise ReadOnlyStoreError(f"{seen} {READING_NEEDS_LESS}") from error
         if error.errno == errno.ELOOP:
             raise CorruptStoreError(
                 f"{seen} It is a symbolic link, which a store does not follow. Replace it by the file itself."

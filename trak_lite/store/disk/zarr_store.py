@@ -31,7 +31,7 @@ from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store.disk.check import check_folder, missing_store
+from trak_lite.store.disk.check import check_folder, lost_metadata, missing_store
 from trak_lite.store.disk.chunk_files import COMMITS, STAGE, FolderChunks, TableFiles
 from trak_lite.store.disk.documents import (
     CHECKSUM,
@@ -51,6 +51,7 @@ from trak_lite.store.disk.documents import (
 )
 from trak_lite.store.disk.entries import HiddenFiles
 from trak_lite.store.disk.files import (
+    READING_NEEDS_LESS,
     locked_file,
     make_folder,
     named_errors,
@@ -178,10 +179,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             raise missing_store(root)
         manifest = manifest_from_json(record, root)
         if mode == "r+" and not os.access(root, os.W_OK | os.X_OK):
-            raise ReadOnlyStoreError(
-                f"{root} cannot be written. "
-                "Make the folder writable, open the store with mode='r', or use another path."
-            )
+            raise ReadOnlyStoreError(f"{root} cannot be written. {READING_NEEDS_LESS}")
         writable = mode == "r+"
         store = cls(root, manifest, record, writable=writable, check=check, mapping=mapping)
         store._list.require()
@@ -369,6 +367,8 @@ def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
     # checked again: another process may just have created the store
     if occupied and read_group(HiddenFiles(root), "", where=root) is None:
+        if os.path.isdir(f"{root}/{TABLES}"):
+            raise CorruptStoreError(lost_metadata(root))
         raise CorruptStoreError(
             f"{root} exists and is not a store: it has no zarr.json. Nothing was written. "
             "Use another path, or remove it."

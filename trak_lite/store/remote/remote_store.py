@@ -18,7 +18,7 @@ from trak_lite.store._columns import TableSpec
 from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import plain_manifest
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store.disk.check import missing_store
+from trak_lite.store.disk.check import lost_metadata, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import (
     DROPPED,
@@ -282,6 +282,8 @@ def _refuse_occupied(objects: AbstractObjects) -> None:
         return  # left by a creation that was killed or is still running
     # checked again: another process may just have created the store
     if occupied and objects.get(_METADATA) is None:
+        if TABLES in occupied:
+            raise CorruptStoreError(lost_metadata(objects.url))
         raise CorruptStoreError(
             f"{objects.url} contains {occupied[:5]} and is not a store: it has no zarr.json. Nothing was stored there. "
             "Use another address, or remove these objects."
