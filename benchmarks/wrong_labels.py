@@ -135,8 +135,7 @@ def covered(name: str, seed: int) -> dict[str, float | None]:
 
     def outputs(rows: np.ndarray, seed: int) -> np.ndarray:
         inputs, labels = targets.tensors
-        with torch.no_grad():
-            logits = train(data, seed, rows)[0](inputs)
+        logits = train(data, seed, rows)[0](inputs).detach()
         own = logits.gather(1, labels[:, None])[:, 0]
         others = logits.scatter(1, labels[:, None], -torch.inf).logsumexp(1)
         return (own - others).numpy()

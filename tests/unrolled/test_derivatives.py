@@ -30,6 +30,17 @@ def normalised(seed):
     return nn.Sequential(nn.Linear(cases.WIDTH, 6), norm, nn.Linear(6, cases.CLASSES)).double()
 
 
+class Padded(nn.Embedding):
+    """The mean of looked-up rows, of which one is for padding and has a gradient of zero."""
+
+    def forward(self, inputs):
+        return super().forward((inputs.abs() * 3).long().clamp(max=4)).mean(1).tanh()
+
+
+def padded(seed):
+    return nn.Sequential(Padded(5, 8, padding_idx=0), nn.Linear(8, cases.CLASSES)).double()
+
+
 def dict_loss(model, batch):
     return F.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="none")
 
@@ -54,6 +65,7 @@ CASES = {
     "unused parameters": {"model_fn": with_unused, "optimizer": Adam(lr=0.02)},
     "schedule": {"optimizer": MOMENTUM, "schedule": lambda step: 1 / (1 + step)},
     "batch norm in eval mode": {"model_fn": normalised},
+    "a row for padding": {"model_fn": padded, "optimizer": MOMENTUM},
     "dict batches": {"data": cases.Dicts(*cases.vectors(cases.N, 0)), "loss_fn": dict_loss},
 }  # fmt: skip
 QUICK = ("adam", "dropout and accumulation")

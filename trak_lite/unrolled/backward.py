@@ -78,13 +78,15 @@ class Replay:
         self._max_bytes, self._progress = max_bytes, progress
         self._compared = False
         """Whether the steps of a block were compared with the training."""
-        final = run.final
+        first, final = run.states.get(0), run.final
+        self._moved = {name: value != first.parameters[name] for name, value in final.parameters.items()}
+        """Whether the training has changed an entry of a parameter."""
         self._state_bytes = sum(t.nbytes for t in tree_leaves(final))
         self._held = max(2, int(max_bytes // 4 // self._state_bytes))
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
             self._check_second_derivative()
-            for state in (run.states.get(0), run.final):
+            for state in (first, final):
                 self._check_step(state)
             self._one, self._more = self._measured(final)
         """Bytes of a step's Hessian products for one target, and for each further one."""
@@ -270,8 +272,9 @@ class Replay:
         _require_differences(
             "second derivatives of a training step",
             lambda values: run.program.plain_gradient(values, *given),
-            lambda change: _vjp(lambda values: run.program.gradient(values, *given), at)[1](change)[0],
+            lambda at, c: _vjp(lambda values: run.program.gradient(values, *given), at)[1](c)[0],
             at,
+            self._moved,
         )
 
     def _target_gradients(self, places: NDArray[np.int64]) -> State:
@@ -301,8 +304,9 @@ class Replay:
         _require_differences(
             "derivatives of a target's f",
             lambda values: {"f": output(values).detach()},
-            lambda change: {name: change["f"] * part for name, part in _gradient_of(output, at).items()},
+            lambda at, c: {name: c["f"] * part for name, part in _gradient_of(output, at).items()},
             at,
+            self._moved,
         )
 
 
@@ -319,24 +323,35 @@ def _gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
 
 
 def _require_differences(
-    what: str, values: Callable[[Named], Named], back: Callable[[Named], Named], at: Named
+    what: str,
+    values: Callable[[Named], Named],
+    back: Callable[[Named, Named], Named],
+    near: Named,
+    moved: Named,
 ) -> None:
-    """Raise if the transposed derivative ``back`` of a function is not that of its values, in float64.
+    """Raise if ``back(point, cotangents)`` is not the transposed derivative of a function's values, in float64.
 
     A part that is detached, hooks, and operations with a wrong second derivative make a difference. The change c of
     the values along a random direction u, whose part for every name is scaled to norm 1, is multiplied by c, and by the
-    derivative along u.
+    derivative along u. Only entries that the training has moved change along u: those of a row for padding have a
+    gradient of zero, whatever they do to the loss.
     """
-    device = next(iter(at.values())).device
+    device = next(iter(near.values())).device
     if wide_dtype(device) != torch.float64:
         return
     generator = torch.Generator().manual_seed(0)
-    size = torch.cat([value.flatten() for value in at.values()]).square().mean().sqrt()
-    along = {
-        name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(device)
-        * (value.square().mean().sqrt() + 0.01 * size)
-        for name, value in at.items()
-    }
+    size = torch.cat([value.flatten() for value in near.values()]).square().mean().sqrt()
+    aside, along = (
+        {
+            name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(device)
+            * (value.square().mean().sqrt() + 0.01 * size)
+            * moved[name]
+            for name, value in near.items()
+        }
+        for _ in range(2)
+    )
+    # Zeros, as of new biases, are often a kink.
+    at = {name: value + 0.01 * aside[name] for name, value in near.items()}
 
     def change(h: float) -> Named:
         ahead, behind = (values({name: at[name] + step * along[name] for name in at}) for step in (h, -h))
@@ -351,7 +366,7 @@ def _require_differences(
             apart = float(sum(torch.linalg.vector_norm(long[name] - one) for name, one in short.items()))
             if not apart <= allowed * expected:  # a kink, rounding, or weights that have grown without bound
                 continue
-            products = back({name: one / norms[name].clamp(min=1e-300) for name, one in short.items()})
+            products = back(at, {name: one / norms[name].clamp(min=1e-300) for name, one in short.items()})
             found = float(sum((along[name] * one).sum() for name, one in products.items()))
             if abs(found - expected) <= 3.0 * allowed * expected:
                 return
