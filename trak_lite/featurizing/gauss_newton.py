@@ -191,7 +191,8 @@ class _ModelOutputs:
         Such a part of f has no Jacobian here. A gradient through the outputs is compared with autograd's: of f times
         random numbers, because gradients of rows cancel where training has ended.
         """
-        random = torch.randn(self._terms.output.shape, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        random = torch.randn(self._terms.output.shape, generator=generator, device="cpu")
         random = random.to(self._terms.output)
         self._state.restore(always=True)
         with torch.enable_grad(), differentiating_only(self._model.parameters(), self._kept):
