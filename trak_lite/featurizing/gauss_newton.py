@@ -135,9 +135,11 @@ class CurvatureProducts:
             raise
         except MODEL_FAILURES as error:
             refuse_machine_failure(error)
+            said = f"{error!s:.300}".rstrip(". ")
             raise UnsupportedModelError(
-                f"torch.func cannot compute Gauss-Newton products of {type(self.model).__name__}: {error!s:.300}. Use "
-                "EKFAC, which needs gradients of samples only."
+                f"torch.func cannot compute Gauss-Newton products of {type(self.model).__name__}: {said}. Switch "
+                "gradient checkpointing off if the model uses it. Otherwise use CG(draws=) or EKFAC, which need "
+                "gradients of samples only."
             ) from error
 
     def _products(self, outputs: _ModelOutputs, vectors: Named) -> Named:
