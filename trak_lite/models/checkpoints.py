@@ -144,7 +144,7 @@ def _refuse_shared(items: Sequence[Any]) -> None:
         # Subclasses that hold no memory of their own have the address 0.
         if not places or not all(address for address, _ in places):
             continue
-        first = numbers.setdefault(places, number)
+        first = numbers.setdefault((places, repr(module_versions(_unwrapped(item)))), number)
         if items[first] is not item:  # the same object again is meant
             raise CheckpointError(
                 f"The state dicts {first} and {number} of the list share their tensors, so that both hold the "
