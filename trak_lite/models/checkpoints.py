@@ -134,13 +134,16 @@ def iterate_checkpoints(
 
 
 def _refuse_shared(items: Sequence[Any]) -> None:
-    """Raise if two state dicts of a list hold the same tensors, which ``Module.state_dict`` returns at each call."""
+    """Raise if two state dicts of a list hold the same tensors, which ``Module.state_dict`` returns at each call.
+
+    Those that share only some of them, or have other versions or other entries that are no tensors, may differ.
+    """
     numbers: dict[Any, int] = {}
     for number, item in enumerate(items):
-        tensors = _unwrapped(item).items() if isinstance(item, Mapping) else ()
-        held = [value for _, value in tensors if isinstance(value, Tensor) and value.is_floating_point()]
-        is_plain = all(value.layout is torch.strided for value in held)
-        places = frozenset((value.data_ptr(), value.shape) for value in held if is_plain and value.numel())
+        values = list(_unwrapped(item).values()) if isinstance(item, Mapping) else []
+        if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values):
+            continue
+        places = frozenset((value.data_ptr(), value.shape) for value in values if value.numel())
         # Subclasses that hold no memory of their own have the address 0.
         if not places or not all(address for address, _ in places):
             continue
