@@ -437,7 +437,7 @@ class TRAKer:
             "normalisation": "1/sqrt(P)",
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
             "projector": self.projector.fingerprint(),
-            "task": describe_task(self.task),
+            "task": describe_task(self.task, self.model),
         }
         return Manifest(settings, {"trak_lite": __version__, "torch": torch.__version__})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_runs import contents
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from trak_lite import Attributor, Rows, TRAKer, clip, methods
 from trak_lite.errors import (
@@ -95,6 +95,11 @@ def one_sample(samples):
     return torch.randn(1, 4), torch.zeros(1).long()
 
 
+def sparse(samples):
+    inputs, labels = default_collate(samples)
+    return inputs.to_sparse(), labels
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("said", "settings"),
@@ -130,6 +135,7 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path, said, s
     assert contents(tmp_path) == {}
 
 
+SPARSE = r"sparse tensor \(torch.sparse_coo\) of shape .*to_dense\(\)"
 ROW_9 = r"^Row 9 of the train data: .*99"
 
 
@@ -146,6 +152,8 @@ ROW_9 = r"^Row 9 of the train data: .*99"
         ("No rows in the train data", empty(0, 4), {}, InvalidInputError),
         ("the train data does not read", SHUFFLED, {}, InvalidInputError),
         ("gave a batch of 1", TRAIN, {"collate": one_sample}, InvalidInputError),
+        (SPARSE, TRAIN, {"collate": sparse}, InvalidInputError),
+        (SPARSE, Rows(TRAIN, name="sparse"), {"collate": sparse}, InvalidInputError),
         ("iterative", TRAIN, {"model": Branches(4, 3), **TRACED}, UnsupportedModelError),
         (NONE_REACHED, TRAIN, {"task": detached, **TRACED}, UnsupportedModelError),
         (NONE_REACHED, TRAIN, {"task": detached, **LOOP}, UnsupportedModelError),

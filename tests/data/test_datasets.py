@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_runs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
@@ -134,6 +134,18 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart():
     found += [one(mapping={"k": [2, None]}), one()]
     assert (identity(values.clone()), one()) == (found[0], found[-1])
     assert all(found[i] != found[j] for i in range(len(found)) for j in range(i))
+
+
+def test_sparse_samples_are_told_apart_and_may_be_made_dense_by_collate():
+    def identity(*scales, form=Tensor.to_sparse):
+        samples = [form(torch.eye(3) * scale) for scale in scales]
+        rows = Rows(samples, collate=lambda some: torch.stack([sample.to_dense() for sample in some]))
+        (_, batch), *_ = rows.batches(plan([0, 1]))
+        assert torch.equal(batch, torch.stack([torch.eye(3) * scale for scale in scales]))
+        return str(rows.identity())
+
+    assert identity(1, 2) == identity(1, 2)
+    assert len({identity(1, 2), identity(1, 3), identity(1, 2, form=Tensor.clone)}) == 3
 
 
 def test_a_name_for_the_data_spares_loading_any_row():

@@ -340,11 +340,23 @@ class Augmented(TensorDataset):
         return self.tensors[0][index] + torch.randn(5), self.tensors[1][index]
 
 
+def test_of_a_sample_that_a_batch_holds_twice_the_first_is_taken():
+    """As a sampler with replacement gives it; the second one may be augmented in another way."""
+    made, (x, y) = attributor(Network()), data().tensors
+    numbers = [3, 1, 3, 0, 2, *range(4, N)]
+    given = x[numbers]
+    given[2] += 1.0
+    with made.capture(data(), "epoch-0") as capture:
+        capture((given, y[numbers]), torch.tensor(numbers))
+    assert capture.num_missing == 0
+    close(stored(made), gradients(made.model, x, y), rtol=RTOL)
+
+
 def test_mistakes_are_named():
     made, (x, y) = attributor(Network()), data().tensors
     few = (x[:4], y[:4])
     with pytest.raises(errors.NonFiniteError, match="3"), made.capture(data(), "epoch-0") as capture:  # noqa: PT012
-        for rows in ([0, 1, 2], [0, 1, 2, 2], [0, 1, 2, N]):
+        for rows in ([0, 1, 2], [0, 1, 2, 2, 3], [0, 1, 2, N]):
             with pytest.raises(errors.InvalidInputError):
                 capture(few, rows)
         capture((torch.full_like(x[:1], torch.nan), y[:1]), [3])

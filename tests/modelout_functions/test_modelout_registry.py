@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -303,6 +304,82 @@ def test_identities_are_the_same_in_another_process():
     assert len({run.stdout for run in runs}) == 1
 
 
+# ---- models that a task captures
+def holding(held):
+    def output(model_call, batch):
+        return model_call(batch[0])[:, 0] * (1 if held is None else 2)
+
+    return output
+
+
+def classifier(fill):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    nn.init.constant_(model[0].weight, fill)
+    nn.init.zeros_(model[0].bias)
+    return model
+
+
+CAPTURED = {
+    "model": lambda model: model,
+    "module": lambda model: [model[0]],
+    "parameter": lambda model: model[0].weight,
+    "view": lambda model: model[0].weight.detach()[:1],
+    "module around it": lambda model: nn.ModuleList([model]),
+    "bound method": lambda model: model.forward,
+}
+
+
+@pytest.mark.parametrize("held", CAPTURED)
+def test_the_attributed_model_that_a_task_captures_is_known_without_its_weights(held, tmp_path):
+    """A training goes on with one store, and so does another process."""
+    data, weights = TensorDataset(torch.ones(2, 2)), classifier(1.0).state_dict()
+    for fill in (2.0, 3.0):
+        model = classifier(fill)
+        attributor = Attributor(
+            model, holding(CAPTURED[held](model)), tmp_path / "a.zarr", proj_dim=4, progress=False
+        )
+        for _ in range(2):
+            model.scale = float(model[0].weight.detach().mean())
+            attributor.featurize(data, model.state_dict())
+            nn.init.constant_(model[0].weight, fill + 0.5)
+        found = attributor.featurize(data, checkpoints=[weights]).rows_found
+    assert found == 2
+
+
+@pytest.mark.parametrize("held", CAPTURED)
+def test_another_model_that_a_task_captures_is_known_by_its_weights(held, tmp_path):
+    data, model, reference = TensorDataset(torch.ones(2, 2)), classifier(1.0), classifier(1.0)
+
+    def featurize():
+        task = holding(CAPTURED[held](reference))
+        return Attributor(model, task, tmp_path / "a.zarr", proj_dim=4, progress=False).featurize(data)
+
+    featurize()
+    assert featurize().rows_found == 2
+    nn.init.constant_(reference[0].weight, 2.0)
+    with pytest.raises(ManifestMismatchError, match="task"):
+        featurize()
+
+
+class Configured(nn.Module):
+    """A model of another library: its methods are wrapped in what cannot be described, and it has a configuration."""
+
+    def __init__(self, **config):
+        super().__init__()
+        self.layer = network()
+        self.config = types.SimpleNamespace(to_dict=lambda: {"_name_or_path": str(id(self)), **config})
+
+    forward = functools.partial(powered, held=(x for x in "ab"))
+
+
+def test_a_model_of_another_library_is_known_by_class_configuration_and_weights():
+    made = [identity_of(scaled([Configured(width=width)])) for width in (1, 1, 2)]
+    changed = Configured(width=1)
+    nn.init.zeros_(changed.layer[0].weight)
+    assert made[0] == made[1] != made[2]
+    assert identity_of(scaled([changed])) not in made
+
+
 LOCK, NO_VALUES = threading.Lock(), "captures factor, a torch.Tensor.*no plain values"
 NESTED = functools.reduce(lambda inner, _: [inner], range(40), 1)
 
@@ -313,6 +390,8 @@ NESTED = functools.reduce(lambda inner, _: [inner], range(40), 1)
         (scaled(LOCK), "captures factor, a _thread.lock"),
         (scaled({"a": [LOCK]}), r"captures factor\['a'\]\[0\], a _thread.lock"),
         (scaled(x for x in "ab"), "captures factor, a builtins.generator"),
+        (scaled(scaled(LOCK)), r"captures factor, a _thread.lock"),
+        (holding(scaled(LOCK)), r"captures factor \(a part of held\), a _thread.lock"),
         (scaled(torch.ones(1).to_sparse()), NO_VALUES),
         (scaled(torch.ones(1, device="meta")), NO_VALUES),
         (scaled(NESTED), r"captures factor\[0\].*, a builtins.list.*nested in more than 32 objects"),

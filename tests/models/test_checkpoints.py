@@ -77,6 +77,11 @@ def test_sources_may_be_lists_generators_and_loaders(tmp_path, values):
     assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
     own = nn.Linear(3, 2)
     assert values([own.state_dict(), filled(0.5)]) == [own.weight[0, 0].item(), 0.5]
+    assert values([filled(0.5), same := filled(1.5), same]) == [0.5, 1.5]
+    with pytest.raises(
+        CheckpointError, match=r"state dicts 1 and 2 of the list share their tensors.*deepcopy"
+    ):
+        values([filled(0.5), own.state_dict(), own.state_dict()])
     with pytest.raises(CheckpointError, match="gave int, expected a mapping"):
         values([3], lambda item: item)
 

@@ -10,9 +10,9 @@ from held_scores import held_scores
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Rows, repair, try_removals, verify, what_if
+from trak_lite import Attributor, Refine, Rows, repair, try_removals, verify, what_if
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StateError, UnknownNameError
-from trak_lite.methods import GaussNewton
+from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.store import open_store
 
 N, M, D, RIDGE = 120, 14, 5, 2.0
@@ -123,6 +123,29 @@ def test_the_prediction_is_the_sum_of_scores():
 def test_sets_that_cannot_be_changed_are_refused(rows, seen):
     with pytest.raises(InvalidInputError, match=seen):
         what_if(held_scores(np.ones((10, 3))), **rows)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda scores: what_if(scores, remove=[0, 1]),
+        lambda scores: repair(scores, target=0, goal=-1.0),
+    ],
+    ids=["what_if", "repair"],
+)
+def test_effects_of_scores_of_some_rows_are_refused(call):
+    """Scores of the other rows are not known, and NaN would be the sum."""
+    settings = {"method": GradDot()}
+    attributor = Attributor(model(weights(EVERYTHING)), "regression", None, progress=False, proj_dim=4)
+    attributor.featurize(DATA)
+    for some in (
+        attributor.stream_scores(DATA, ASKED, k=4, **settings),
+        attributor.score(ASKED, refine=Refine(candidates=4, **settings)),
+    ):
+        with pytest.raises(
+            InvalidInputError, match=r"4 most helpful .*effects of sets.*without k and refine"
+        ):
+            call(some)
 
 
 def test_new_labels_change_scores_as_if_the_rows_had_been_trained_with_them(scores):

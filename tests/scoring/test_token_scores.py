@@ -246,6 +246,52 @@ def test_tokens_of_models_without_forward_mode_or_in_float16(model, data, method
     close(summed, scores.numpy(), tolerance, tolerance / 2)
 
 
+class ChangedGradients(LanguageModel):
+    """Another backward pass than that of its forward pass."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.states = lambda gradient: gradient
+        if change == "frequency":
+            self.embedding.scale_grad_by_freq = True
+        elif change == "module":
+            self.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.3,))
+        elif change in ("scaled", "zero"):
+            self.head.weight.register_hook(lambda gradient: gradient * (0.3 if change == "scaled" else 0.0))
+        else:
+            self.states = {
+                "states": lambda gradient: gradient * 0.3,
+                "normed": lambda gradient: gradient / gradient.norm(),
+            }[change]
+
+    def forward(self, input_ids):
+        counts = torch.arange(1, input_ids.shape[1] + 1).view(1, -1, 1)
+        states = torch.tanh(self.embedding(input_ids).cumsum(1) / counts)
+        if states.requires_grad:
+            states.register_hook(self.states)
+        return self.head(states)
+
+
+@pytest.mark.parametrize("change", ["frequency", "module", "scaled", "zero", "states", "normed"])
+def test_tokens_of_a_model_that_changes_gradients_add_up_to_its_rows(change):
+    """Forward mode knows nothing of it. Gradients of tokens add up, unless the change is not linear."""
+    settings = {
+        "gradient_computer": "iterative",
+        "projector": "none",
+        "dtype": "float32",
+        "method": GradDot(),
+    }
+    made = Attributor(ChangedGradients(change), "causal_language_modeling", None, **settings)
+    made.featurize(TRAIN)
+    scores = made.score(TARGETS)
+    if change == "normed":
+        with pytest.warns(RuntimeWarning, match=r"do not add up to those of rows 0, 1, .*hook that clips"):
+            token_scores(scores, TRAIN, range(N))
+    else:
+        found = token_scores(scores, TRAIN, range(N))
+        close(np.stack([found[row].sum(0) for row in range(N)]), scores.numpy(), 1e-5)
+
+
 class Weighted(LanguageModel):
     """Multiplies the embedded tokens of a text by the number of its source, which is a tensor or a list of strings."""
 

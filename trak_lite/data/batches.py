@@ -142,8 +142,18 @@ class ColumnMarks:
         """Return the batch with its columns marked; an invalid batch is returned as it is.
 
         ``alone`` returns the first sample as a batch of its own, if there is one to compare with.
+
+        Raises:
+            InvalidInputError: If a tensor is sparse, or all samples share one.
         """
         leaves, sized = flatten_batch(batch)[0], _sized(batch)
+        sparse = next(filter(is_sparse, leaves), None)
+        if sparse is not None:
+            raise InvalidInputError(
+                f"The batch holds a sparse tensor ({sparse.layout}) of shape {tuple(sparse.shape)}, whose samples "
+                "cannot be taken by their numbers. Make it dense in collate (tensor.to_dense()), and sparse again in "
+                "the model if it needs that."
+            )
         size = len(leaves[0]) if leaves else 0
         if any(len(leaf) != size for leaf in leaves):
             return batch
@@ -172,6 +182,11 @@ class ColumnMarks:
             return ListColumn(value) if isinstance(value, list) else TupleColumn(value)
 
         return map_tensors(lambda tensor: tensor, batch, mark)
+
+
+def is_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse tensor, of any layout."""
+    return isinstance(value, Tensor) and str(value.layout).startswith("torch.sparse")
 
 
 def _is_sized(value: Any) -> bool:

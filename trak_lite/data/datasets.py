@@ -32,6 +32,7 @@ from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
     ColumnMarks,
     flatten_batch,
+    is_sparse,
     move_batch,
     pads,
     parts_of,
@@ -524,6 +525,9 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         raise InvalidInputError(
             "The data hold tensors on the meta device, which have no values. Load the values."
         )
+    if is_sparse(value):
+        _add(digest, "sparse", str(value.layout).encode())
+        value = value.to_dense()
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous()
         _add(digest, "tensor", f"{tuple(flat.shape)}{flat.dtype}".encode())

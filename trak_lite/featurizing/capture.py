@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import undisturbed
-from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch
+from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
@@ -115,10 +115,10 @@ class Capture:
 
         Args:
             batch: B samples in the form of the attributor's task, as its data loader gives them.
-            rows: ``(B,)`` their positions in the train data.
+            rows: ``(B,)`` their positions in the train data. Of a sample that occurs twice the first one is taken.
 
         Raises:
-            InvalidInputError: If ``rows`` are not B different positions of the train data.
+            InvalidInputError: If ``rows`` are not B positions of the train data.
             NonFiniteError: If f, q, w or a gradient is NaN or infinite; names the rows.
             StateError: If the block of the capture has ended.
             UnsupportedModelError: If the gradients cannot be computed, or a pass changes the model's weights.
@@ -131,13 +131,16 @@ class Capture:
         given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
         numbers = checked_indices(given, len(self._rows), self._rows.what)
         batch = self._marks.marked(batch)
-        if not len(numbers) == len(np.unique(numbers)) == batch_size(batch):
+        if len(numbers) != batch_size(batch):
             raise InvalidInputError(
                 f"The rows {numbers.tolist()} were given for a batch of {batch_size(batch)} samples. Expected one "
-                "position in the train data per sample, all different."
+                "position in the train data per sample."
             )
         if self._done[numbers].all():
             return
+        first = np.sort(np.unique(numbers, return_index=True)[1])
+        if len(first) < len(numbers):  # sampled with replacement
+            numbers, batch = numbers[first], take_rows(batch, first.tolist())
         run, settings = self._run, self._run.settings
         # A copy, because models may write into their inputs.
         batch = move_batch(map_tensors(lambda tensor: tensor.detach().clone(), batch), settings.device)

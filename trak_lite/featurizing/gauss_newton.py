@@ -135,9 +135,11 @@ class CurvatureProducts:
             raise
         except MODEL_FAILURES as error:
             refuse_machine_failure(error)
+            said = f"{error!s:.300}".rstrip(". ")
             raise UnsupportedModelError(
-                f"torch.func cannot compute Gauss-Newton products of {type(self.model).__name__}: {error!s:.300}. Use "
-                "EKFAC, which needs gradients of samples only."
+                f"torch.func cannot compute Gauss-Newton products of {type(self.model).__name__}: {said}. Switch "
+                "gradient checkpointing off if the model uses it. Otherwise use CG(draws=) or EKFAC, which need "
+                "gradients of samples only."
             ) from error
 
     def _products(self, outputs: _ModelOutputs, vectors: Named) -> Named:
@@ -191,9 +193,8 @@ class _ModelOutputs:
         Such a part of f has no Jacobian here. A gradient through the outputs is compared with autograd's: of f times
         random numbers, because gradients of rows cancel where training has ended.
         """
-        random = torch.randn(
-            self._terms.output.shape, generator=torch.Generator().manual_seed(0), device="cpu"
-        )
+        generator = torch.Generator("cpu").manual_seed(0)
+        random = torch.randn(self._terms.output.shape, generator=generator, device="cpu")
         random = random.to(self._terms.output)
         self._state.restore(always=True)
         with torch.enable_grad(), differentiating_only(self._model.parameters(), self._kept):

@@ -153,7 +153,7 @@ class Run:
 
     def asked_task(self) -> dict[str, Any]:
         """Return ``{"task": description}`` if the task of targets is not that of the train rows, else ``{}``."""
-        return {"task": describe_task(self.target_task)} if self.question else {}
+        return {"task": describe_task(self.target_task, self.model)} if self.question else {}
 
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks. With a store in memory, each rank works alone."""

@@ -16,6 +16,7 @@ import json
 import pickle
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -36,11 +37,13 @@ _MAX_TEXT = 1000
 FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
 """Packages whose classes and functions are described by name only, as they are not part of the user's task."""
 _SIMPLE = (type(None), bool, int, float, str)
+_ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version")
+"""Entries of a configuration that say where it comes from."""
 _PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
 """Types of class attributes that are described besides functions."""
 
 
-def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
+def describe_task(task: AbstractModelOutput, model: nn.Module | None = None) -> dict[str, Any]:
     """Return JSON values that differ whenever two tasks may give different results for train rows.
 
     A built-in task is described by its name, version and settings. A custom class is described by its qualified
@@ -51,12 +54,16 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
     A callable is described by its qualified name, the SHA-256 of its source and code, and the values it carries:
     defaults, closure, attributes, the object of a bound method, ``functools`` arguments. Tensors and arrays are
     described by dtype, shape and bytes; containers and objects by their contents; modules (``nn.Module``) by state
-    dict, simple settings and training mode; classes and functions by name and source, or by name only if they
-    belong to Python, NumPy or torch. Global variables that a function reads are not described; their effect on
+    dict, simple settings, ``config`` and training mode; classes and functions by name and source, or by name only if
+    they belong to Python, NumPy or torch. Global variables that a function reads are not described; their effect on
     a row is detected when stored rows are recomputed.
+
+    The attributed model, its modules and the tensors of its state dict are described by name and shape only: their
+    values change in a training, and the tables of a checkpoint name its weights.
 
     Args:
         task: The model output function.
+        model: The attributed model; ``None`` if it is not known.
 
     Raises:
         InvalidInputError: If ``settings()`` does not return JSON values, or a callable carries a value that
@@ -72,12 +79,12 @@ def describe_task(task: AbstractModelOutput) -> dict[str, Any]:
             f"strings, lists, dicts): {error}."
         ) from error
     if isinstance(task, CallableModelOutput):
-        function = _Description().value(task.function, "function")
+        function = _Description(_Parts(model)).value(task.function, "function")
         return {"name": "callable", "version": task.version, "function": function}
     cls = type(task)
     if cls.__module__.partition(".")[0] == "trak_lite":
         return {"name": task.name, "version": task.version, "settings": settings}
-    return {**_Description(lenient=True).value(cls, cls.__name__), "settings": settings}
+    return {**_Description(_Parts(model), lenient=True).value(cls, cls.__name__), "settings": settings}
 
 
 def is_foreign(thing: Any) -> bool:
@@ -163,6 +170,19 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*_SIMPLE, FunctionType, BuiltinFunctionType))
 
 
+def _config_of(network: nn.Module) -> Any:
+    """Return the configuration of a model of transformers or diffusers as JSON values; ``None`` if it has none."""
+    config: Any = getattr(network, "config", None)
+    if not isinstance(config, Mapping):
+        config = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
+    # Without where it was loaded from, and by which version.
+    kept = {key: item for key, item in config.items() if key not in _ORIGIN}
+    try:
+        return json.loads(json.dumps(kept, sort_keys=True)) or None
+    except (TypeError, ValueError):
+        return None
+
+
 def functions_of(member: Any) -> list[Any]:
     """Return the functions of a class's attribute: of a method, a property, a cached function."""
     if isinstance(member, property):
@@ -176,14 +196,56 @@ def functions_of(member: Any) -> list[Any]:
 
 
 @final
+class _Parts:
+    """The modules of the attributed model and the tensors of its state dict, of which a task may capture some."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = () if model is None else model.named_modules()
+        state = {} if model is None else model.state_dict(keep_vars=True)
+        self._modules = {id(module): name for name, module in modules}
+        self._tensors = [
+            (*_memory(value), name) for name, value in state.items() if isinstance(value, Tensor)
+        ]
+
+    def name(self, value: nn.Module | Tensor) -> str | None:
+        """Return the name of a module or tensor in the model; ``None`` if it is no part of it.
+
+        Views of a tensor, such as those that ``detach`` returns, are parts too.
+        """
+        if isinstance(value, nn.Module):
+            return self._modules.get(id(value))
+        storage, first, last = _memory(value) if self._tensors else (None, 0, 0)
+        found = (
+            name
+            for own, start, end, name in self._tensors
+            if own == storage and start <= first <= last <= end
+        )
+        return next(found, None)
+
+
+def _memory(tensor: Tensor) -> tuple[object, int, int]:
+    """Return a tensor's storage, and its first and last byte there; its own id if it has no plain memory."""
+    if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel():
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        address = tensor.untyped_storage().data_ptr()
+        if address:
+            return (str(tensor.device), address), first, first + int(span) * tensor.itemsize
+    return id(tensor), 0, 0
+
+
+@final
 @dataclass(eq=False, slots=True)
 class _Description:
     """One recursive description of a task's values; ``path`` is the expression that names a value in messages."""
 
+    _parts: _Parts
     lenient: bool = False
     """Describe a value by its type instead of raising if it cannot be described. Used for a class, whose ``settings()``
     already return the relevant values."""
     _open: list[int] = field(init=False, default_factory=list)
+    _captured: str = field(init=False, default="")
+    """The captured variable that is being described."""
     _classes: dict[type, dict[str, Any]] = field(init=False, default_factory=dict)
 
     def value(self, value: Any, path: str) -> Any:
@@ -192,6 +254,8 @@ class _Description:
             return value
         if type(value) in (bool, float, complex):  # tagged: True == 1 == 1.0, and -0.0 == 0.0
             return {type(value).__name__: repr(value)}
+        if part := self._part(value):
+            return part
         if isinstance(value, Tensor):
             return tensor_json(value) or self._refused(value, path, "it has no plain values")
         if isinstance(value, np.generic) and not value.dtype.hasobject:
@@ -206,6 +270,8 @@ class _Description:
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:
             return self._refused(value, path, f"it is nested in more than {_MAX_DEPTH} objects")
+        if len(self._open) == 1:
+            self._captured = path
         self._open.append(id(value))
         try:
             described = self._holder(value, path)
@@ -219,11 +285,12 @@ class _Description:
     def _refused(self, value: Any, path: str, why: str) -> dict[str, Any]:
         if self.lenient:
             return {"undescribed": name_of(type(value))}
+        within = "" if path.startswith(self._captured) else f" (a part of {self._captured})"
         raise InvalidInputError(
-            f"The task captures {path}, a {name_of(type(value))}, which cannot be described ({why}), so its rows could "
-            "not be distinguished from rows of another task. Expected numbers, strings, tensors, arrays, functions, "
-            "and containers and objects of these. Derive a class from AbstractModelOutput, and return the values that "
-            "f depends on from settings()."
+            f"The task captures {path}{within}, a {name_of(type(value))}, which cannot be described ({why}), so its "
+            "rows could not be distinguished from rows of another task. Expected numbers, strings, tensors, arrays, "
+            "functions, and containers and objects of these. Derive a class from AbstractModelOutput, and return the "
+            "values that f depends on from settings()."
         )
 
     def _holder(self, value: Any, path: str) -> Any:
@@ -263,6 +330,19 @@ class _Description:
             return {"method": value.__name__, "self": self.value(held, f"{path}.__self__")}
         return self._object(value, path)
 
+    def _part(self, part: Any) -> dict[str, Any] | None:
+        """Return name and shapes of the attributed model, or of a part of it; ``None`` for other values."""
+        name = self._parts.name(part) if isinstance(part, nn.Module | Tensor) else None
+        if name is None:
+            return None
+        if isinstance(part, Tensor):
+            place = [list(part.shape), list(part.stride()), part.storage_offset()]
+            return {"of_model": name, "dtype": str(part.dtype), "place": place}
+        shapes = {
+            key: list(value.shape) for key, value in part.state_dict().items() if isinstance(value, Tensor)
+        }
+        return {"of_model": name, "shapes": sha256(json.dumps(shapes).encode())}
+
     def _items(self, items: Iterable[Any], path: str) -> list[Any]:
         return [self.value(item, f"{path}[{index}]") for index, item in enumerate(items)]
 
@@ -287,17 +367,26 @@ class _Description:
         }
 
     def _network(self, network: nn.Module, path: str) -> dict[str, Any]:
-        """Return the classes, tensors and simple settings of a module and its submodules."""
+        """Return the classes, tensors, simple settings and configuration of a module and its submodules."""
         tensors = {**dict(network.named_buffers(remove_duplicate=False)), **network.state_dict()}
-        kinds = dict.fromkeys(type(part) for part in network.modules())
+        kinds = list(dict.fromkeys(type(part) for part in network.modules()))
+        before = self.lenient
+        self.lenient = True  # decorators of transformers wrap methods in generators
+        try:
+            classes = self._items(kinds, path)
+        finally:
+            self.lenient = before
+        config = _config_of(network)
         settings = {
             name: {key: item for key, item in vars(part).items() if key[0] != "_" and _is_setting(item)}
             for name, part in network.named_modules()
+            if self._parts.name(part) is None
         }
         return {
-            "network": self._items(kinds, path),
+            "network": classes,
             "state": sha256(json.dumps(self._attributes(tensors, path)).encode()),
             "settings": [[name, self._attributes(some, path)] for name, some in settings.items()],
+            **({} if config is None else {"config": self.value(config, f"{path}.config")}),
         }
 
     def _task(self, task: AbstractModelOutput, path: str) -> dict[str, Any]:
@@ -420,6 +509,23 @@ def _dtype(dtype: np.dtype[Any]) -> str:
 
 def source_bytes(thing: type | CodeType) -> bytes:
     """Return the source text of a class or a function's code; empty if it has none (interactive prompt, exec)."""
+    if isinstance(thing, CodeType):
+        return _source_of_code(thing, thing.co_filename)
+    if thing not in _SOURCES:
+        _SOURCES[thing] = _read_source(thing)
+    return _SOURCES[thing]
+
+
+_SOURCES: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
+"""Sources of classes: a model of transformers has hundreds of functions, whose files take seconds to parse."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_of_code(code: CodeType, _: str) -> bytes:  # codes of different files may be equal
+    return _read_source(code)
+
+
+def _read_source(thing: type | CodeType) -> bytes:
     try:
         return inspect.getsource(thing).encode()
     except (OSError, TypeError):

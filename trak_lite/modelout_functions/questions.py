@@ -80,6 +80,8 @@ class QuestionsModelOutput(AbstractModelOutput):
         if not self.questions:
             raise InvalidInputError("questions is empty. Expected at least one task by name.")
         self.has_curvature = self.task.has_curvature
+        self.model: nn.Module | None = None
+        """The attributed model, which questions may capture; set by the attributor."""
 
     def ask(
         self,
@@ -175,7 +177,7 @@ class QuestionsModelOutput(AbstractModelOutput):
 
     def _digest(self, name: str) -> int:
         """Return an int64 that identifies a question by its name and its description."""
-        described = json.dumps([name, describe_task(self._question(name))], sort_keys=True)
+        described = json.dumps([name, describe_task(self._question(name), self.model)], sort_keys=True)
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "little") >> 1
 
 

@@ -15,7 +15,7 @@ import pickle
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def iterate_checkpoints(
 
     Raises:
         CheckpointError: If a path does not exist, or a folder holds no checkpoint, or a folder holds weights as well as
-            ``checkpoint-N`` folders.
+            ``checkpoint-N`` folders, or two state dicts of a list share the memory of their tensors.
     """
     if checkpoint_loader is not None:
         single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
@@ -119,6 +119,8 @@ def iterate_checkpoints(
     elif isinstance(checkpoints, str | os.PathLike):
         yield from _from_path(Path(checkpoints))
     elif isinstance(checkpoints, Iterable):
+        if isinstance(checkpoints, list | tuple):
+            _refuse_shared(checkpoints)
         for number, item in enumerate(checkpoints):
             for checkpoint in iterate_checkpoints(item):
                 is_held = checkpoint.is_held and isinstance(checkpoints, list | tuple)
@@ -129,6 +131,29 @@ def iterate_checkpoints(
             f"Cannot take checkpoints from {type(checkpoints).__name__}. Expected a state dict, a path, a folder, an "
             "iterable of these, or checkpoint_loader=... to turn each item into a state dict."
         )
+
+
+def _refuse_shared(items: Sequence[Any]) -> None:
+    """Raise if two state dicts of a list hold the same tensors, which ``Module.state_dict`` returns at each call.
+
+    Those that share only some of them, or have other versions or other entries that are no tensors, may differ.
+    """
+    numbers: dict[Any, int] = {}
+    for number, item in enumerate(items):
+        values = list(_unwrapped(item).values()) if isinstance(item, Mapping) else []
+        if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values):
+            continue
+        places = frozenset((value.data_ptr(), value.shape) for value in values if value.numel())
+        # Subclasses that hold no memory of their own have the address 0.
+        if not places or not all(address for address, _ in places):
+            continue
+        first = numbers.setdefault((places, repr(module_versions(_unwrapped(item)))), number)
+        if items[first] is not item:  # the same object again is meant
+            raise CheckpointError(
+                f"The state dicts {first} and {number} of the list share their tensors, so that both hold the "
+                "same weights: model.state_dict() returns the tensors of the model, which training changes. Keep "
+                "copies, copy.deepcopy(model.state_dict()), or save each one to a file."
+            )
 
 
 def count_checkpoints(

@@ -109,7 +109,7 @@ def repair(
     models are trained with all rows and without the set, with the same fresh seeds.
 
     Args:
-        scores: Scores of any method.
+        scores: Scores of any method, of all train rows (without ``k=`` and ``refine=``).
         target: Number of the target.
         goal: The change of its f: negative to make it fall, positive to make it rise.
         most: Largest share of the train rows to remove.
@@ -123,10 +123,12 @@ def repair(
 
     Raises:
         InvalidInputError: If the target does not exist, the goal is 0 or not finite, ``most`` is not between 0 and 1,
-            the budget is too small, or only one of ``train_fn`` and ``targets`` is given.
+            the budget is too small, only one of ``train_fn`` and ``targets`` is given, or the scores are of some rows
+            only.
         StateError: With ``train_fn``, if the matrix is not stored or the scores were opened without a model.
         RetrainingError: If a training fails; names subset (0: all rows) and seed.
     """
+    effects = SummedEffects(scores)
     number, num_rows = target_number(target, scores.shape[1], scores.name), len(scores)
     largest = min(int(most * num_rows), num_rows - 1) if 0.0 < most < 1.0 else 0
     if not np.isfinite(goal) or not goal or largest < 1:
@@ -142,7 +144,7 @@ def repair(
     if not 0.5 < chance < 1.0:
         raise InvalidInputError(f"chance must lie between 0.5 and 1, got {chance!r}.")
     order = scores.top(largest, target=number, sign="helpful" if goal < 0 else "harmful").indices
-    found = _smallest(SummedEffects(scores), order, number, float(goal), 2.0 * chance - 1.0)
+    found = _smallest(effects, order, number, float(goal), 2.0 * chance - 1.0)
     if train_fn is None:
         return found
     masks = np.ones((2, num_rows), np.bool_)

@@ -123,7 +123,7 @@ def what_if(
     no retraining has measured them.
 
     Args:
-        scores: Scores of any method.
+        scores: Scores of any method, of all train rows (without ``k=`` and ``refine=``).
         remove: Row numbers, or a mask ``(N,)``, of the rows that are left out.
         add: Row numbers or a mask of the rows that are trained on twice.
         relabel: The rows, and a dataset (or :class:`~trak_lite.Rows`) of the same rows with their new labels, in the
@@ -135,8 +135,8 @@ def what_if(
 
     Raises:
         InvalidInputError: If no row is given, a row does not exist or occurs in two of the arguments, all rows are
-            removed, there is not one relabelled sample per row, a sample is not that of its row, or the level is out of
-            range.
+            removed, there is not one relabelled sample per row, a sample is not that of its row, the level is out of
+            range, or the scores are of some rows only.
         StateError: With ``relabel``, if the scores were opened without a model or not made from stored rows, or the
             weights of a checkpoint cannot be found.
     """
@@ -169,6 +169,7 @@ class SummedEffects:
     """Sums of scores as predictions of removals, calibrated on the trials that are stored with the scores."""
 
     def __init__(self, scores: Scores) -> None:
+        scores.require_all_rows()
         self.scores = scores
         self.trials, predictions, verdict = scores.trials, scores.predictions, scores.verdict
         if self.trials is None and predictions is not None and verdict is not None:

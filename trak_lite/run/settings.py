@@ -96,6 +96,8 @@ class AttributorSettings:
         refuse_unsupported_sharding(model)
         self._model = model
         self.task = resolve_task(task)
+        if isinstance(self.task, QuestionsModelOutput):
+            self.task.model = model
         self.dtype = one_of(DTYPES, dtype=dtype)
         chosen = select_parameters(model, grad_wrt)
         self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in chosen.items()}
@@ -153,7 +155,7 @@ class AttributorSettings:
         that of the train rows (or adds questions to it), so that targets are evaluated as they are.
         """
         given = resolve_task(task)
-        is_same = describe_task(given) == describe_task(self.task)
+        is_same = describe_task(given, self._model) == describe_task(self.task, self._model)
         has_questions = isinstance(given, QuestionsModelOutput)
         if is_same and not has_questions:
             return self, ""
@@ -168,6 +170,7 @@ class AttributorSettings:
             return asked, ""
         base, known = (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
         asked.task = QuestionsModelOutput(base, {**known, _ASKED: given})
+        asked.task.model = self._model
         return asked, _ASKED
 
     def shown(self) -> dict[str, str]:
@@ -294,7 +297,7 @@ class AttributorSettings:
             "mode": "eval",
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
             "projector": self.projector.fingerprint(),
-            "task": describe_task(self.task),
+            "task": describe_task(self.task, self._model),
         }
         if dataset is not None:
             fingerprint["dataset"] = dict(dataset)

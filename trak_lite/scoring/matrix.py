@@ -185,7 +185,8 @@ class PartialMatrix(AbstractScoreMatrix):
         if any(len(rows) < self._num_rows for rows, _ in self._known):
             raise InvalidInputError(
                 f"These scores hold the {self._most} most helpful and most harmful rows of every target, and groups, "
-                "filters and weights need those of all rows. Compute them without k and refine."
+                "filters, weights and effects of sets (what_if, repair) need those of all rows. Compute them without k "
+                "and refine."
             )
 
     def rows(self, indices: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:

@@ -252,6 +252,10 @@ class Scores:
         """Return the scores of some train rows, ``(len(indices), M)``."""
         return self._matrix.rows(indices)
 
+    def require_all_rows(self) -> None:
+        """Raise ``InvalidInputError`` if these are scores of some rows only (``k=``, ``refine=``)."""
+        self._matrix.require_all_rows()
+
     def self_influence(self) -> NDArray[np.float32]:
         r"""Return the score of every train row for itself, ``(N,)`` float32.
 

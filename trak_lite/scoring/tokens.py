@@ -4,8 +4,9 @@ f of a row is a sum over its predicted tokens, and every step from f to the scor
 product with (H + lambda I)^-1 times a target, the row's q. With the projection R and the preconditioned target p, the
 contribution of a token is therefore the derivative of its term of f along R^T p. One forward-mode pass returns those of
 all tokens of a batch of rows (a Jacobian-vector product; Pearlmutter, "Fast exact multiplication by the Hessian", 1994,
-section 2). If R^T or forward mode is not defined, the gradient of every token is computed: that of the row with all
-other labels ignored.
+section 2). If R^T or forward mode is not defined, or gradients are not the derivatives (a hook on gradients,
+``nn.Embedding(scale_grad_by_freq=True)``), the gradient of every token is computed: that of the row with all other
+labels ignored.
 
 Shapes: T positions of a row, n predicted tokens, K feature width, m targets.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -25,15 +27,16 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trak_lite._devices import full_float32, in_float64
+from trak_lite._devices import full_float32, in_float64, precise
 from trak_lite._eval_caches import passes_undone
-from trak_lite._validate import target_number
+from trak_lite._validate import some_of, target_number
 from trak_lite.data.batches import join_batches, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.gauss_newton import quiet_forward_mode
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.gradient_computers import select_parameters
+from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.gradient_computers.self_check import structure_of
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import split_labels
@@ -47,6 +50,11 @@ from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
 
+_OF_SUMS = {torch.float16: 5e-3, torch.bfloat16: 5e-3}
+"""Differences that rounding leaves in sums of derivatives, relative to their sizes, by the dtype of parameters."""
+_OF_FEATURES = {torch.float16: 0.03, torch.bfloat16: 0.03}
+"""Differences that rounding leaves in sums of features, relative to their norms, by the dtype of parameters."""
+
 
 def token_scores(
     scores: Scores, data: Any, rows: Sequence[int], *, targets: Sequence[int] | None = None
@@ -56,9 +64,10 @@ def token_scores(
     f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too, whatever the
     task of the targets is (:meth:`Attributor.score(task=...) <trak_lite.Attributor.score>`, questions). The
     contributions of a row sum to its score, up to the rounding of stored features. A row costs about three forward
-    passes per target and checkpoint, with the default projector and a model that supports forward-mode
-    differentiation. Otherwise, or for more targets than tokens, a row of T predicted tokens costs as much as
-    featurizing T rows. Nothing is stored.
+    passes per target and checkpoint, and three more to compare with its gradient, with the default projector and a
+    model that supports forward-mode differentiation and leaves gradients as they are. Otherwise, or for more targets
+    than tokens, a row of T predicted tokens costs as much as featurizing T + 1 rows, and a warning names rows whose
+    tokens do not add up to them (a hook that clips gradients). Nothing is stored.
 
     Args:
         scores: Scores of an attributor.
@@ -107,6 +116,7 @@ def split_scores(
     found = [_TokenRow.of(batch, int(number), len(wanted), shift=shift) for (number,), batch in batches]
     together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
+    apart: dict[int, float] = {}
 
     def visit(digest: str, _: str) -> None:
         place = digests.index(digest)
@@ -123,13 +133,31 @@ def split_scores(
                 del left[row.number]
         preconditioned = in_float64(own_targets)
         for row in left.values():
+            number = np.full(1, row.number)
+            rest = in_float64(session.features(row.batch, number, model_id=model_id, what=train.what))[0]
+            norms = rest.norm()
             for positions, batch in row.batches(train.batch_size):
                 own = np.full(len(positions), row.number)
-                features = session.features(batch, own, model_id=model_id, what=train.what)
-                products = (in_float64(features) @ preconditioned.T).cpu().numpy()
+                features = in_float64(session.features(batch, own, model_id=model_id, what=train.what))
+                products = (features @ preconditioned.T).cpu().numpy()
                 row.scores[positions] += products * factor_of[row.number]
+                rest, norms = rest - features.sum(0), norms + features.norm()
+            kept = select_parameters(session.model, list(settings.parameters))
+            rounding = max(_OF_FEATURES.get(parameter.dtype, 1e-3) for parameter in kept.values())
+            if rest.norm() > rounding * norms:
+                apart[row.number] = float(rest.norm() / norms)
 
     session.visit(dict(zip(digests, tables, strict=True)), visit, purpose="to score tokens")
+    if apart:
+        row, distance = max(apart.items(), key=lambda item: item[1])
+        warnings.warn(
+            f"The gradients of single tokens do not add up to those of rows {some_of(map(str, sorted(apart)))} of "
+            f"{train.what} (row {row}: {distance:.2g} of their norm is left), so contributions of tokens do not add up "
+            "to scores. The model changes gradients in a way that is not linear, as a hook that clips them does: "
+            "remove it and featurize again.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return {row.number: row.scores.astype(np.float32) for row in found}
 
 
@@ -159,24 +187,68 @@ class _Directions:
             if direction is None:
                 return None
             for found, batch in zip(columns, batches, strict=True):
-                values = self._along(model, batch, {name: part[0] for name, part in direction.items()})
-                if values is None:
+                one = {name: part[0] for name, part in direction.items()}
+                values = self._along(model, batch, one)
+                if values is None or (target == 0 and not self._is_derivative(values, model, batch, one)):
                     return None
                 found.append(values)
         return [np.stack(found, 2) for found in columns]
 
+    def _is_derivative(
+        self, values: NDArray[np.float64], model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
+    ) -> bool:
+        """Return whether derivatives ``(B, T')`` along a direction agree with the gradient of the batch.
+
+        Rows have different weights, so that errors of two of them do not cancel.
+        """
+        kept = select_parameters(model, list(self._settings.parameters))
+        moved = move_batch(batch, self._settings.device)
+        weights = 1 + np.arange(len(values)) / len(values)
+        with (
+            torch.enable_grad(),
+            differentiating_only(model.parameters(), kept),
+            passes_undone(model, always=True),
+            full_float32(self._settings.device),
+        ):
+            terms = self._task.position_outputs(ModelCall(model), moved)
+            total = (terms.sum(1) * torch.as_tensor(weights, dtype=terms.dtype, device=terms.device)).sum()
+            found = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
+        products = [
+            precise(part) * precise(direction[name])
+            for name, part in zip(kept, found, strict=True)
+            if part is not None
+        ]
+        difference = abs(float(weights @ values.sum(1)) - sum(float(part.sum()) for part in products))
+        rounding = max(_OF_SUMS.get(parameter.dtype, 2e-5) for parameter in kept.values())
+        noise = math.hypot(
+            *(float(part.norm()) for part in products)
+        )  # of entries that are rounded one by one
+        self._is_supported = difference <= rounding * (float(weights @ np.abs(values).sum(1)) + noise)
+        if not self._is_supported:
+            logger.info(
+                "Gradients of %s are not the derivatives of its forward pass (a hook on gradients, scale_grad_by_freq, "
+                "an overflow of float16): the gradient of every token is computed.",
+                type(model).__name__,
+            )
+        return self._is_supported
+
+    @property
+    def _task(self) -> CausalLanguageModelingModelOutput:
+        task = self._settings.task.train_task()
+        assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
+        return task
+
     def _along(
         self, model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
     ) -> NDArray[np.float64] | None:
-        device, task = self._settings.device, self._settings.task.train_task()
-        assert isinstance(task, CausalLanguageModelingModelOutput)  # _shift_of_linear_rows
+        device = self._settings.device
         kept = select_parameters(model, list(self._settings.parameters))
         values = {name: parameter.detach() for name, parameter in kept.items()}
         constants = {name: parameter.detach() for name, parameter in model.named_parameters()}
         moved = move_batch(batch, device)
 
         def terms(changed: dict[str, Tensor]) -> Tensor:
-            return task.position_outputs(ModelCall(model, {**constants, **changed}), moved)
+            return self._task.position_outputs(ModelCall(model, {**constants, **changed}), moved)
 
         # In units of the weights: preconditioned targets may be too small for float16.
         unit = _unit(values, direction)
