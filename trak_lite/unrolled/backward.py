@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._devices import wide_dtype
 from trak_lite._progress import KeptProgress
-from trak_lite.data.batches import map_tensors, move_batch
+from trak_lite.data.batches import map_tensors, move_batch, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -59,6 +59,10 @@ _TOLERANCE: Final = 0.05
 _DIFFERENCES: Final = ((1e-6, 1e-4), (1e-3, 0.02))
 """Relative steps, the shorter of two, and tolerances of the other checks. Short steps seldom cross the kink of a ReLU;
 longer ones are for models that compute parts in float32."""
+_FEW_ROWS: Final = 8
+"""Rows whose step is compared."""
+_MOST_BYTES: Final = 2**30
+"""Bytes of a model in float64 up to which it is compared."""
 
 
 @final
@@ -86,8 +90,8 @@ class Replay:
         """States of a segment that are in memory at once."""
         with repeatable(run.device), naming_failures(run.program.model, "differentiate a training step of"):
             self._check_second_derivative()
-            for state in (first, final):
-                self._check_step(state)
+            # Where differences of the last weights do not converge, those of the first may.
+            any(self._check_step(state) for state in (final, first))
             self._one, self._more = self._measured(final)
         """Bytes of a step's Hessian products for one target, and for each further one."""
         self._target_bytes = int(4 * self._state_bytes + 3 * run.weights.nbytes)
@@ -263,13 +267,21 @@ class Replay:
                 "once_differentiable: write its backward with operations of torch."
             )
 
-    def _check_step(self, state: State) -> None:
-        """Raise if the second derivatives that torch forms of a step are not those of its gradient, at a state."""
+    def _check_step(self, state: State) -> bool:
+        """Raise if the second derivatives that torch forms of a step are not those of its gradient, near a state.
+
+        Return whether they were compared. A few rows of the first step are enough.
+        """
         run, part = self._run, self._run.parts(0)[0]
-        at, fixed, batch = _in_float64([state.parameters, [*run.frozen], part.batch])
-        weights = run.weights[torch.from_numpy(part.rows).to(run.device)].double()
-        given = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(part.rows)
-        _require_differences(
+        rows = part.rows[:_FEW_ROWS]
+        if _float64_bytes([state.parameters, *run.frozen]) > _MOST_BYTES:
+            return False
+        at, fixed, batch = _in_float64(
+            [state.parameters, [*run.frozen], take_rows(part.batch, range(len(rows)))]
+        )
+        weights = run.weights[torch.from_numpy(rows).to(run.device)].double()
+        given = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(rows)
+        return _require_differences(
             "second derivatives of a training step",
             lambda values: run.program.plain_gradient(values, *given),
             lambda at, c: _vjp(lambda values: run.program.gradient(values, *given), at)[1](c)[0],
@@ -290,7 +302,8 @@ class Replay:
 
         for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
             moved = move_batch(batch, run.device)
-            if not self._compared and not found:
+            few = _float64_bytes([final.parameters, *run.frozen]) <= _MOST_BYTES
+            if few and not self._compared and not found:
                 at, fixed, wide = _in_float64([final.parameters, [*run.frozen], moved])
                 self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)
             found.append(_gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
@@ -308,6 +321,10 @@ class Replay:
             at,
             self._moved,
         )
+
+
+def _float64_bytes(tensors: Any) -> int:
+    return sum(8 * tensor.numel() for tensor in tree_leaves(tensors))
 
 
 def _in_float64(tree: Any) -> Any:
@@ -328,8 +345,10 @@ def _require_differences(
     back: Callable[[Named, Named], Named],
     near: Named,
     moved: Named,
-) -> None:
+) -> bool:
     """Raise if ``back(point, cotangents)`` is not the transposed derivative of a function's values, in float64.
+
+    Return whether differences converge, so that they can be compared.
 
     A part that is detached, hooks, and operations with a wrong second derivative make a difference. The change c of
     the values along a random direction u, whose part for every name is scaled to norm 1, is multiplied by c, and by the
@@ -338,7 +357,7 @@ def _require_differences(
     """
     device = next(iter(near.values())).device
     if wide_dtype(device) != torch.float64:
-        return
+        return False
     generator = torch.Generator().manual_seed(0)
     size = torch.cat([value.flatten() for value in near.values()]).square().mean().sqrt()
     aside, along = (
@@ -369,14 +388,14 @@ def _require_differences(
             products = back(at, {name: one / norms[name].clamp(min=1e-300) for name, one in short.items()})
             found = float(sum((along[name] * one).sum() for name, one in products.items()))
             if abs(found - expected) <= 3.0 * allowed * expected:
-                return
+                return True
             wrong = abs(found - expected) / expected
             break
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         logger.info("The %s are not compared with differences in float64: %.200s", what, error)
     if wrong is None:
-        return
+        return False
     raise UnsupportedModelError(
         f"The {what} that torch forms are off by {wrong:.1%}, so a replay is not exact. A part is detached "
         "(detach, no_grad, data), a hook or an autograd.Function changes gradients, or an operation has a wrong second "
