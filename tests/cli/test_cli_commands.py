@@ -173,7 +173,7 @@ def test_effects_of_a_set_and_a_set_for_an_effect_are_asked_of_the_store(copied,
     assert done(["effects", store, "--remove", "3,8-10"], capsys) == f"{what_if(scored, [3, 8, 9, 10])}\n"
     shown = done(["trials", config, "--trials.budget", "30", "--trials.shares=[0.1, 0.2]"], capsys)
     assert shown.startswith("30 trial sets, 1 model each")
-    assert "without 20.0% of the train rows (15 sets): changes " in shown
+    assert "without 20.0% of the train rows (14 sets): changes " in shown
     scored = opened(copied).scores("held-out")
     expected = what_if(scored, [3, 8, 9, 10])
     out = copied / "effects.json"

@@ -138,7 +138,7 @@ def test_an_f_with_parameters_beside_the_outputs_is_refused_by_exact_products(be
 
     def output(call, batch):
         logits = call(batch[0])
-        return logits.log_softmax(1).gather(1, batch[1][:, None])[:, 0] - 0.1 * beside(call)
+        return logits.log_softmax(1).gather(1, batch[1][:, None])[:, 0] - 1e-6 * beside(call)
 
     with pytest.raises(UnsupportedModelError, match=r"'(weight|bias)' also beside what model calls return"):
         streamed(prepared(lambda: Penalized(4, 3)), output, TRAIN, TARGETS, CG())

@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from trak_lite._devices import full_float32, precise
 from trak_lite._eval_caches import StateBeforePass, passes_undone
 from trak_lite._random import row_noise
+from trak_lite._validate import some_of
 from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
@@ -43,8 +44,6 @@ _TANGENTS = 1024
 """Samples times vectors that go through the model at once, if their outputs fit in :data:`_BYTES`."""
 _BYTES = 2**28
 """Bytes of the outputs and gradients of the vectors that go through the model at once; several copies are made."""
-_SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Differences that rounding leaves in gradients of one batch, relative to their norm; 0.1 in 16 bits."""
 
 Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
@@ -190,31 +189,26 @@ class _ModelOutputs:
     def refuse_other_paths(self) -> None:
         """Raise ``UnsupportedModelError`` if f depends on a parameter otherwise than through the outputs.
 
-        Such a part of f has no Jacobian here. A gradient through the outputs is compared with autograd's: of f times
-        random numbers, because gradients of rows cancel where training has ended.
+        Such a part of f has no Jacobian here: f of outputs that are detached has its gradient alone.
         """
-        generator = torch.Generator("cpu").manual_seed(0)
-        random = torch.randn(self._terms.output.shape, generator=generator, device="cpu")
-        random = random.to(self._terms.output)
         self._state.restore(always=True)
         with torch.enable_grad(), differentiating_only(self._model.parameters(), self._kept):
-            f = self._task.evaluate(ModelCall(self._model), self._batch).output
-            whole = torch.autograd.grad((f * random).sum(), list(self._kept.values()), allow_unused=True)
-        seen = self.backward(grad(lambda outputs: (self._replayed(outputs) * random).sum())(self._found))
-        direct = {
-            name: torch.zeros_like(self._values[name]) if part is None else part
-            for name, part in zip(self._kept, whole, strict=True)
-        }
-        norms = {name: float(torch.linalg.vector_norm(precise(part))) for name, part in direct.items()}
-        for name, part in direct.items():
-            difference = float(torch.linalg.vector_norm(precise(part) - precise(seen[name])))
-            if difference > _SAME.get(part.dtype, 0.1) * max(norms[name], 0.01 * max(norms.values())):
-                raise UnsupportedModelError(
-                    f"f depends on the parameter {name!r} also beside what model calls return (a penalty, an attribute "
-                    f"that the pass sets): the gradient through the outputs differs by {difference:.2g} from the whole "
-                    f"one, whose norm is {norms[name]:.2g}. CG and LiSSA leave this part out of their matrix. Let the "
-                    "model return what f reads, or use CG(draws=) or EKFAC."
-                )
+            recorded = _Recording(self._model, None)
+            self._task.evaluate(recorded, self._batch)
+            constant = [leaf.detach() for leaves, _ in recorded.calls for leaf in leaves if _is_real(leaf)]
+            f = self._replayed(tuple(constant))
+            if not f.requires_grad:
+                return
+            found = torch.autograd.grad(f.sum(), list(self._kept.values()), allow_unused=True)
+        beside = [
+            name for name, part in zip(self._kept, found, strict=True) if part is not None and part.any()
+        ]
+        if beside:
+            raise UnsupportedModelError(
+                f"f depends on {some_of(map(repr, beside))} also beside what model calls return (a penalty, an "
+                "attribute that the pass sets). The Gauss-Newton matrix of CG and LiSSA would leave this part out. Let "
+                "the model return what f reads, or use EKFAC, or CG(draws=) with a task that draws labels."
+            )
 
     def in_own_dtypes(self, vectors: Named) -> Named:
         """Return vectors in the dtypes of the parameters, which forward mode expects."""
@@ -285,7 +279,7 @@ def _is_real(leaf: Any) -> bool:
 
 @final
 class _Recording(ModelCall):
-    def __init__(self, model: nn.Module, parameters: Named) -> None:
+    def __init__(self, model: nn.Module, parameters: Named | None) -> None:
         super().__init__(model, parameters)
         self.calls: list[tuple[list[Any], TreeSpec]] = []
 

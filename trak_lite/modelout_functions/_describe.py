@@ -170,15 +170,15 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*_SIMPLE, FunctionType, BuiltinFunctionType))
 
 
-def _config_of(network: nn.Module) -> Any:
-    """Return the configuration of a model of transformers or diffusers as JSON values; ``None`` if it has none."""
+def _config_of(network: nn.Module) -> str | None:
+    """Return a digest of the configuration of a model of transformers or diffusers; ``None`` if it has none."""
     config: Any = getattr(network, "config", None)
     if not isinstance(config, Mapping):
         config = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
     # Without where it was loaded from, and by which version.
     kept = {key: item for key, item in config.items() if key not in _ORIGIN}
     try:
-        return json.loads(json.dumps(kept, sort_keys=True)) or None
+        return sha256(json.dumps(kept, sort_keys=True).encode()) if kept else None
     except (TypeError, ValueError):
         return None
 

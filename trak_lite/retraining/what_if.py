@@ -318,6 +318,7 @@ def _trial_sets(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the rows of each trial set; all kinds occur in one size, then in the next."""
     kinds, mean = _KINDS if labels is None else (*_KINDS, "group"), scores.mean(axis=1)
+    known = set()
     units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
     for number in range(budget):
         size, kind = sizes[number // len(kinds) % len(sizes)], kinds[number % len(kinds)]
@@ -330,6 +331,9 @@ def _trial_sets(
         elif kind == "group" and labels is not None:
             places = rng.permutation(labels.max() + 1)
             order = order[np.argsort(places[labels[order]], kind="stable")]
+        if np.sort(order[:size]).tobytes() in known:  # a copy of a trial would count as another one
+            order = rng.permutation(order[: 2 * size])
+        known.add(np.sort(order[:size]).tobytes())
         yield order[:size]
 
 

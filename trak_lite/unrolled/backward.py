@@ -378,6 +378,10 @@ def _require_differences(
 
     wrong = None
     try:
+        with Operations() as used:
+            values(at)
+        if used.dtypes & {torch.float16, torch.bfloat16}:  # differences are below their rounding
+            return False
         for h, allowed in _DIFFERENCES:
             short, long = change(h), change(3.0 * h)
             norms = {name: torch.linalg.vector_norm(one) for name, one in short.items()}

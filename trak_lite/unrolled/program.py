@@ -389,6 +389,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+        """Of the tensors that they made."""
         self.peak_bytes = 0
         """Largest sum of bytes of the tensors that they made and that existed at the same time."""
         self._now = 0
@@ -404,6 +406,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         self.names.add(func.__name__)
         given = {id(storage) for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
+        self.dtypes.update(leaf.dtype for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
         for storage in _storages(found):
             place, size = id(storage), storage.nbytes()
             if place not in given and place not in self._known:
