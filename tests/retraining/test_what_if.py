@@ -262,6 +262,12 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
     np.testing.assert_allclose(trials.standard[1], standard, rtol=1e-4)
 
 
+def test_no_trial_is_a_copy_of_another(tmp_path):
+    """The rows that harm all targets are the same in every round of one size."""
+    trials = try_removals(scored(tmp_path / "a.zarr"), Training(), ASKED, budget=24, shares=(0.05,))
+    assert len(np.unique(trials.predicted.round(5), axis=0)) == 24
+
+
 def test_intervals_cover_removals_of_other_sets(tried):
     """Random sets, a source, the rows that are most helpful for a target; the noise of seeds is in them."""
     rng, training, covered = np.random.default_rng(5), Training(), []
