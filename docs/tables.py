@@ -201,6 +201,19 @@ def wrong_labels() -> str:
     return markdown(["data", *(f"`{ranking}`" for ranking in rankings)], rows)
 
 
+def wrong_label_effects() -> str:
+    """Return the coverage of intervals of removed sets where labels are wrong, over data sets, by kind and size."""
+    found = [one["effects"] for one in parts("wrong_labels").values()]
+    kinds, shares = (
+        list(dict.fromkeys(cell.rpartition(" ")[place] for cell in found[0])) for place in (0, 2)
+    )
+    rows = []
+    for kind in kinds:
+        means = [sorted(statistics.mean(one[f"{kind} {share}"]) for one in found) for share in shares]
+        rows.append([kind, *(f"{each[0]:.0%} to {each[-1]:.0%}" for each in means)])
+    return markdown(["set", *(f"{share} of the rows" for share in shares)], rows)
+
+
 def what_if() -> str:
     """Return the coverage of intervals of removed sets over all problems, and their widths, by kind and size."""
     found = list(parts("what_if").values())
@@ -480,6 +493,7 @@ TABLES: dict[str, Callable[[], str]] = {
         reliability,
         wrong_labels,
         what_if,
+        wrong_label_effects,
         repair,
         selection,
         optimizer,
