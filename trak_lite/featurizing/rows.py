@@ -318,7 +318,7 @@ class RowPass:
             output, allowed = self._evaluated(found, batch)
         except Exception as error:  # f may refuse a column that it does not know
             refuse_machine_failure(error)
-            logger.debug("%s: packed rows are not compared with a cache: %s", self.rows.what, error)
+            logger.debug("%s: packed rows are not compared without a cache: %s", self.rows.what, error)
             return
         f = found.terms.output
         # Rounding in 16 bits hardly adds up; a weaker bound would hide most of what texts see of each other.

@@ -274,7 +274,7 @@ class Replay:
         """
         run, part = self._run, self._run.parts(0)[0]
         rows = part.rows[:_FEW_ROWS]
-        if _float64_bytes([state.parameters, *run.frozen]) > _MOST_BYTES:
+        if not _fits_in_float64([state.parameters, *run.frozen]):
             return False
         at, fixed, batch = _in_float64(
             [state.parameters, [*run.frozen], take_rows(part.batch, range(len(rows)))]
@@ -302,8 +302,8 @@ class Replay:
 
         for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
             moved = move_batch(batch, run.device)
-            few = _float64_bytes([final.parameters, *run.frozen]) <= _MOST_BYTES
-            if few and not self._compared and not found:
+            is_first = not self._compared and not found
+            if is_first and _fits_in_float64([final.parameters, *run.frozen]):
                 at, fixed, wide = _in_float64([final.parameters, [*run.frozen], moved])
                 self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)
             found.append(_gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
@@ -323,8 +323,11 @@ class Replay:
         )
 
 
-def _float64_bytes(tensors: Any) -> int:
-    return sum(8 * tensor.numel() for tensor in tree_leaves(tensors))
+def _fits_in_float64(tensors: Any) -> bool:
+    """Return whether the device has float64, and the tensors take at most 1 GiB there."""
+    leaves = tree_leaves(tensors)
+    has_float64 = all(wide_dtype(leaf.device) == torch.float64 for leaf in leaves)
+    return has_float64 and sum(8 * leaf.numel() for leaf in leaves) <= _MOST_BYTES
 
 
 def _in_float64(tree: Any) -> Any:
@@ -355,14 +358,13 @@ def _require_differences(
     derivative along u. Only entries that the training has moved change along u: those of a row for padding have a
     gradient of zero, whatever they do to the loss.
     """
-    device = next(iter(near.values())).device
-    if wide_dtype(device) != torch.float64:
-        return False
     generator = torch.Generator().manual_seed(0)
     size = torch.cat([value.flatten() for value in near.values()]).square().mean().sqrt()
     aside, along = (
         {
-            name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(device)
+            name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(
+                value.device
+            )
             * (value.square().mean().sqrt() + 0.01 * size)
             * moved[name]
             for name, value in near.items()
