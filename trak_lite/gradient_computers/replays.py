@@ -108,6 +108,8 @@ class _Kind:
     structure: Any = None
     gap: int = 0
     """Largest number of batches from one comparison to the next."""
+    compared: int = 0
+    """Number of its last batch that was compared."""
     confirmed: bool = False
     num_replayed: int = 0
     num_other_paths: int = 0
@@ -189,7 +191,7 @@ class Replays:
             self._last = None if self._last is not None and self._last[0] is kind else self._last
             self._refuse(kind, computer, "a tensor that is no parameter, buffer or input has changed")
             return work()
-        due = own.is_due(kind) or kind.count % kind.gap == 0
+        due = own.is_due(kind) or kind.count - kind.compared >= kind.gap
         if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
             return self._compared(kind, own)
         found = self._replayed(kind, own)
@@ -337,7 +339,7 @@ class Replays:
         return None
 
     def _compared(self, kind: _Kind, own: _Pass) -> Sequence[Tensor]:
-        computer = own.computer
+        computer, kind.compared = own.computer, kind.count
         replayed = self._replayed(kind, own)
         suspected = computer.checks.suspected()
         found = own.work()

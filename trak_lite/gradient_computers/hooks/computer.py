@@ -152,8 +152,15 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._sharded = None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
-        """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
-        yield self._unchecked(), batch, list(positions)
+        """Yield one computer without self-check for some samples, or for all if rows of others may be taken for theirs."""
+        again, count = self._unchecked(), batch_size(batch)
+        if count == 1 or any(plan.may_mix or plan.flattened for plan in self._plans.values()):
+            yield again, batch, list(positions)
+            return
+        # A sample alone would not show that it depends on another one, or draws other numbers at another place.
+        before = [(positions[0] + 1) % count] if len(positions) == 1 else []
+        rows = [*before, *positions]
+        yield again, take_rows(batch, rows), list(range(len(before), len(rows)))
 
     def _unchecked(self) -> Self:
         again = super()._unchecked()
