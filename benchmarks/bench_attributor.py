@@ -9,7 +9,8 @@ With ``--whole`` it measures the default run from featurizing to scores instead:
 on 18 principal components of the noisy digits of ``benchmarks/lds`` (1,200 train rows, 300 targets), checkpoints of one
 run with AdamW, beside the sum of kronfluence's EK-FAC over them, and beside another version of trak_lite. With
 ``--problem text`` it is a part of ``python_lm`` of ``benchmarks/lds`` at its weights before fine-tuning: the byte-level
-GPT, 96 train rows of 128 bytes, 24 targets, one checkpoint (``--checkpoints 1``).
+GPT, 96 train rows of 128 bytes, 24 targets, one checkpoint (``--checkpoints 1``). Other problems are those of
+``benchmarks/lds``, at the last checkpoints of one run.
 
 Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...]
       python -m benchmarks.bench_attributor --whole [--problem text] [--checkpoints 10] [--before OTHER_TRAK_LITE]
@@ -26,6 +27,7 @@ import resource
 import statistics
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ from benchmarks.bench_featurize import Job, dataset, digit_batches
 from benchmarks.bench_gradients import margin
 from benchmarks.lds.data import digits
 from benchmarks.lds.language import pretrained_gpt, python_chunks
+from benchmarks.lds.settings import SETTINGS
+from benchmarks.lds.truth import full_runs
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import ROOT, cpu_seconds, run_worker
 from trak_lite import Attributor
@@ -145,9 +149,18 @@ def texts(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDataset
     return model, states, TensorDataset(rows, rows), TensorDataset(aims, aims)
 
 
+def of_lds(name: str, count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDataset, TensorDataset]:
+    """Return the model of a problem of ``benchmarks/lds``, its last ``count`` checkpoints, train rows and targets."""
+    setting = SETTINGS[name]
+    states, data = full_runs(setting, 1)[0][-count:], setting.data()
+    return setting.make_model().eval(), states, TensorDataset(*data[:2]), TensorDataset(*data[2:])
+
+
+OF_LDS = ("digits_mlp", "digits_cnn", "topics_lm")
 PROBLEMS = {
     "digits": (trained, "image_classification", "whole_run"),
     "text": (texts, "causal_language_modeling", "whole_run_text"),
+    **{name: (partial(of_lds, name), SETTINGS[name].task, f"whole_run_{name}") for name in OF_LDS},
 }
 """The problem of ``--whole``, its task, and its name in the results."""
 
@@ -162,10 +175,12 @@ def whole_run(tool: str, problem: str, count: int) -> dict[str, Any]:
         if tool == "kronfluence":
             return {"cpu_s": cpu_seconds(lambda: _kronfluence(model, states, train, targets, folder))}
         made = Attributor(model, name, f"{folder}/store", progress=False)
-        featurize = cpu_seconds(lambda: made.featurize(train, checkpoints=states))
-        score = cpu_seconds(lambda: made.score(targets))
+        unfitted = Attributor(model, name, f"{folder}/store", progress=False, method="GradDot")
+        parts = {"rows_cpu_s": cpu_seconds(lambda: unfitted.featurize(train, checkpoints=states))}
+        parts["fit_cpu_s"] = cpu_seconds(lambda: made.featurize(train, checkpoints=states))
+        parts["score_cpu_s"] = cpu_seconds(lambda: made.score(targets))
         norm = float(torch.from_numpy(made.scores().numpy()).double().norm())
-    return {"cpu_s": featurize + score, "featurize_cpu_s": featurize, "score_cpu_s": score, "norm": norm}
+    return {"cpu_s": sum(parts.values()), **parts, "norm": norm}
 
 
 def _kronfluence(

@@ -14,9 +14,9 @@ intervals from 40 random halves of the train rows instead of trials, as ``verify
 widens them: ``refused`` is the share of sets without an interval.
 
 ``repair``: for ten targets, f is to fall by one standard deviation of f over targets. Rows are removed in the order of
-the scores, of the similarity of inputs (``nearest``), or at random: the share of targets where the mean of two fresh
-retrainings reaches the goal, by size, and the smallest size with 80 %. ``found`` are the sets that ``repair`` chooses
-itself.
+the scores, of EK-FAC at the last checkpoint, of the similarity of inputs (``nearest``; BM25 for words), or at random:
+the share of targets where the mean of two fresh retrainings reaches the goal, by size, and the smallest size with 80 %.
+``found`` are the sets that ``repair`` chooses itself.
 
 Run:  python -m benchmarks.what_if [--settings digits_tailed ...] [--no-repair]
 """
@@ -42,6 +42,7 @@ from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import save_parts, surroundings
 from trak_lite import Attributor, Scores, repair, try_removals, what_if
 from trak_lite.evaluation.trials import Trials
+from trak_lite.methods import EKFAC
 from trak_lite.retraining.what_if import SummedEffects
 
 RESULTS = FOLDER / "what_if.json"
@@ -166,7 +167,7 @@ def _means(values: np.ndarray, names: Sequence[str]) -> dict[str, float | None]:
     return {**means, **refused}
 
 
-def repaired(setting: Setting, scores: Scores, before: np.ndarray) -> dict[str, Any]:
+def repaired(setting: Setting, scores: Scores, ekfac: np.ndarray, before: np.ndarray) -> dict[str, Any]:
     """Return success by method and size, and what ``repair`` finds."""
     num_rows, num_targets = scores.shape
     goal = -float(before.mean(0).std())
@@ -174,6 +175,7 @@ def repaired(setting: Setting, scores: Scores, before: np.ndarray) -> dict[str, 
     rng, near = np.random.default_rng(2), similarity(setting)
     orders = {
         "scores": [np.argsort(-scores.numpy()[:, target]) for target in targets],
+        "EK-FAC": [np.argsort(-ekfac[:, target]) for target in targets],
         "nearest": [np.argsort(-near[:, target]) for target in targets],
         "random": [rng.permutation(num_rows) for _ in targets],
     }
@@ -236,7 +238,9 @@ def measured(setting: Setting, *, with_repair: bool) -> dict[str, Any]:
         found: dict[str, Any] = {"noise": float(before.std(0, ddof=1).mean()), "trials": len(trials)}
         found["sets"] = covered(setting, scores, before)
         if with_repair:
-            found["repair"] = repaired(setting, scores, before)
+            data, last = TensorDataset(inputs, labels), runs[0][-1:]
+            ekfac = attributor.stream_scores(data, targets, method=EKFAC(), checkpoints=last).numpy()
+            found["repair"] = repaired(setting, scores, ekfac, before)
     return found
 
 

@@ -241,7 +241,10 @@ def repair() -> str:
         if "repair" not in found:
             continue
         one = found["repair"]
-        by_size = [one[method]["80 % at"] or "none up to 32 %" for method in ("scores", "nearest", "random")]
+        by_size = [
+            one[method]["80 % at"] or "none up to 32 %"
+            for method in ("scores", "EK-FAC", "nearest", "random")
+        ]
         chosen = one["found with chance 0.8"]
         cells = [f"{chosen[name]:.1%}" for name in ("median share", "success of these")]
         collateral = f"{chosen['collateral, root mean square']:.2g}"
@@ -250,6 +253,7 @@ def repair() -> str:
         "problem",
         "goal",
         "scores",
+        "EK-FAC",
         "nearest",
         "random",
         "`repair`: rows",

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.lds.settings import Setting
 from benchmarks.lds.training import Weights, train
 from trak_lite import Attributor, calibrated_scores, verify
-from trak_lite.methods import EKFAC, TRAK, GradCos, GradDot, TracIn
+from trak_lite.methods import CG, EKFAC, TRAK, GradCos, GradDot, TracIn
 from trak_lite.modelout_functions import AbstractModelOutput, CausalLanguageModelingModelOutput
 
 BATCH = 50
@@ -117,11 +117,13 @@ def ours(
         return Attribution(scores, len(states), attributor.projector.proj_dim, row_bytes)
 
 
-def streamed(problem: Problem, *, target_task: Any = None, checkpoints: str = "run") -> Attribution:
-    """Score by EK-FAC with one sampled gradient per train row, without stored rows."""
+def streamed(
+    problem: Problem, *, method: Any = None, target_task: Any = None, checkpoints: str = "run"
+) -> Attribution:
+    """Score without stored rows, by EK-FAC with one sampled gradient per train row, or by a method."""
     states = problem.checkpoints(checkpoints)
     attributor = Attributor(problem.model(), problem.setting.task, None, batch_size=BATCH, progress=False)
-    method = EKFAC(damping=0.1, samples=len(problem.train))
+    method = method or EKFAC(damping=0.1, samples=len(problem.train))
     scores = attributor.stream_scores(
         problem.train, problem.targets, method=method, checkpoints=states, task=target_task
     )
@@ -221,5 +223,8 @@ TEXT_METHODS: dict[str, Method] = {
         streamed, checkpoints="final", target_task=MARGINS
     ),
     "EK-FAC with samples and margins as targets, run": partial(streamed, target_task=MARGINS),
+    "CG of 64 rows, 3 iterations, final model": partial(
+        streamed, checkpoints="final", method=CG(damping=0.1, max_rows=64, max_iterations=3)
+    ),
 }
 """For the language model alone."""

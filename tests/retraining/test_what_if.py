@@ -228,11 +228,11 @@ def test_levels_outside_0_and_1_are_refused_without_trials_too(level):
 # ------------------------------------------------------------------------ with trials
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
-    settings = {"budget": 16, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
+    settings = {"budget": 18, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
     trials = try_removals(found, training, ASKED, **settings)
-    assert len(training.calls) == 5 + 2 * 16
-    assert [count for count, _ in training.calls[5::2]] == [N - 6] * 8 + [N - 12] * 8
-    np.testing.assert_allclose(trials.shares, [0.05] * 8 + [0.1] * 8)
+    assert len(training.calls) == 5 + 2 * 18
+    assert [count for count, _ in training.calls[5::2]] == [N - 6] * 9 + [N - 12] * 9
+    np.testing.assert_allclose(trials.shares, [0.05] * 9 + [0.1] * 9)
     before = np.array([output(EVERYTHING, training.drawn(EVERYTHING, seed)) for seed in range(5)])
     np.testing.assert_allclose(trials.outputs, before.mean(0), rtol=1e-5)
     np.testing.assert_allclose(trials.noise, before.std(0, ddof=1), rtol=1e-2, atol=1e-5)
@@ -257,6 +257,9 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
     for place, sign in ((2, 1), (6, -1)):  # those that harm, or help, all targets in the mean
         rows = np.argsort(sign * matrix.mean(1), kind="stable")[:6]
         np.testing.assert_allclose(trials.predicted[place], -matrix[rows].sum(0), rtol=1e-4)
+    error = np.abs(TRAIN[1] - TRAIN[0] @ weights(EVERYTHING))  # q of a regression: whose label may be wrong
+    suspects = np.argsort(-error, kind="stable")[:6]
+    np.testing.assert_allclose(trials.predicted[8], -matrix[suspects].sum(0), rtol=1e-4)
     centred = trials.predicted[1] + 6 * matrix.mean(0)
     standard = centred / matrix.std(0) / np.sqrt(6 * (1 - 6 / N))
     np.testing.assert_allclose(trials.standard[1], standard, rtol=1e-4)

@@ -41,7 +41,7 @@ __all__ = ["Effects", "SummedEffects", "try_removals", "what_if"]
 _SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
 _KINDS: Final = ("random", "helpful", "all harmful", "random", "harmful", "similar", "all helpful")
 """Kinds of trial sets, in turn: random rows, the most helpful or harmful rows of a random target, or of all targets in
-the mean, and the rows with the scores that are most similar to those of a random row."""
+the mean, and the rows with the scores that are most similar to those of a random row; :func:`_trial_sets` has more."""
 _KEPT_TARGETS: Final = 256
 """Number of targets, evenly spaced, whose changes calibrate the intervals of all; bounds their time and memory."""
 _SHOWN: Final = 5
@@ -235,8 +235,9 @@ def try_removals(
     """Retrain without sets of many kinds and sizes, and store how the outputs change: the trials of :func:`what_if`.
 
     In turn the sets are random rows, the most helpful or harmful rows of a random target, or of all targets in the
-    mean, the rows whose scores are most similar to those of a random row, and with ``groups`` rows of a random group
-    (if it is too small, with those of another). Retrainings are stored and shared as those of
+    mean, the rows whose scores are most similar to those of a random row, with ``groups`` rows of a random group (if it
+    is too small, with those of another), and the rows with the largest stored q, whose labels may be wrong
+    (:meth:`~trak_lite.Attributor.label_suspicion`). Retrainings are stored and shared as those of
     :func:`~trak_lite.verify`; the same call resumes.
 
     Args:
@@ -280,7 +281,8 @@ def try_removals(
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:
         rng = np.random.default_rng(seed)
-        sets = list(_trial_sets(scores.numpy(), sizes, budget, rng, labels, some))
+        q = None if scores.record.source is None else np.abs(scores.record.source.mean_out_to_loss())
+        sets = list(_trial_sets(scores.numpy(), sizes, budget, rng, labels, some, q))
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
@@ -315,9 +317,12 @@ def _trial_sets(
     rng: np.random.Generator,
     labels: NDArray[np.int64] | None,
     targets: NDArray[np.int64],
+    suspicion: NDArray[np.float64] | None,
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the rows of each trial set; all kinds occur in one size, then in the next."""
     kinds, mean = _KINDS if labels is None else (*_KINDS, "group"), scores.mean(axis=1)
+    if suspicion is not None and np.ptp(suspicion) > 0:
+        kinds = (*kinds, "suspect")
     known = set()
     units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
     for number in range(budget):
@@ -326,6 +331,8 @@ def _trial_sets(
         if kind.endswith(("helpful", "harmful")):
             column = mean if kind.startswith("all") else scores[:, rng.choice(targets)]
             order = np.argsort(-column if kind.endswith("helpful") else column, kind="stable")
+        elif kind == "suspect" and suspicion is not None:
+            order = np.argsort(-suspicion, kind="stable")
         elif kind == "similar":
             order = np.argsort(-(units @ units[order[0]]), kind="stable")
         elif kind == "group" and labels is not None:

@@ -152,7 +152,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._sharded = None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
-        """Yield one computer without self-check for some samples, or for all if rows of others may be taken for theirs."""
+        """Yield one computer without self-check for some samples, or for all if these may be mixed."""
         again, count = self._unchecked(), batch_size(batch)
         if count == 1 or any(plan.may_mix or plan.flattened for plan in self._plans.values()):
             yield again, batch, list(positions)
