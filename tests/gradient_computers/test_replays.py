@@ -42,6 +42,8 @@ NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
 CALLS = contextvars.ContextVar("calls", default=0)
 READ_OUTSIDE = {"factor": 1.0, "calls": 0}
+FACTOR, SETTINGS = 1.0, types.SimpleNamespace(factor=1.0)
+OF_CONTEXT = contextvars.ContextVar("factor", default=1.0)
 ONES = np.ones(3, dtype=np.float32)
 POOL, THREAD = futures.ThreadPoolExecutor(1), threading.local()
 
@@ -466,6 +468,48 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change):
     change(model)
     for batch in batches(3):
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
+
+
+class Settings:
+    factor = 1.0
+
+
+def of_a_cell():
+    factor = 1.0
+
+    def put(value):
+        nonlocal factor
+        factor = value
+
+    return lambda s, x: factor, put
+
+
+OUTSIDE = {
+    "a global": (lambda s, x: FACTOR, lambda value: globals().update(FACTOR=value)),
+    "a class": (lambda s, x: Settings.factor, lambda value: setattr(Settings, "factor", value)),
+    "an object": (lambda s, x: SETTINGS.factor, lambda value: setattr(SETTINGS, "factor", value)),
+    "a context": (lambda s, x: OF_CONTEXT.get(), lambda value: OF_CONTEXT.set(value)),
+    "a cell": of_a_cell(),
+}
+
+
+@pytest.mark.parametrize(("read", "put"), OUTSIDE.values(), ids=OUTSIDE)
+def test_batches_in_which_code_finds_another_value_outside_the_model_run_the_pass(read, put):
+    """Those with the value of the recording are replayed; the value of the last one is not that of the end."""
+    put(1.0)
+    model, run = replaying(lambda: Net(factor=read))
+    before, batch = run.passes, next(batches(1))
+    assert before < 10
+    for number, value in enumerate((2.0, torch.tensor(3.0), None), 1):
+        put(1.0 if value is None else value)
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+        assert run.passes == before + min(number, 2)
+    put(2.0)
+    run.computer.confirm()
+    for batch in batches(10):
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert run.passes < before + 12, "a value that stays is recorded"
+    put(1.0)
 
 
 @pytest.mark.parametrize(("count", "found"), [(31, "by the next comparison"), (NUM_BATCHES, "at the end")])

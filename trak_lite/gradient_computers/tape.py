@@ -138,7 +138,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [tensor for number, tensor in known if id(tensor) in young and self._is_unknown(number)]
         if made:
             gc.collect(0)  # graphs of autograd, which hold tensors as a traced module holds its own
-        if any(tensor._use_count() == 1 for tensor in made):
+        if any(tensor._use_count() == 1 for tensor in made):  # type: ignore[attr-defined]
             self.refuse("it reads a tensor that was made where operations are not seen, as in another thread")
 
     def _is_unknown(self, number: int) -> bool:
