@@ -32,7 +32,7 @@ _LEVELS: Final = 3
 _MOST_HELD: Final = 256
 _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type, torch.dtype, torch.device})
+_COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
@@ -99,20 +99,22 @@ def _package_of(module: object) -> str:
 
 @final
 class Outside:
-    """The numbers, strings and types outside the model that code of the model and the task reads by name."""
+    """The numbers and strings outside the model that code of the model and the task reads by name."""
 
     def __init__(self) -> None:
         self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._cells: list[types.CellType] = []
         self._variables: list[contextvars.ContextVar[Any]] = []
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
+        self._last: tuple[Any, ...] = ()
 
     def note(self, function: types.FunctionType, read: Sequence[object]) -> None:
         """Note where a function reads values: ``NAME``, ``Class.name``, ``module.name``, ``settings.name``."""
         cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
         held = [*(cell.cell_contents for cell in cells), *read]
         self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
-        self._variables += [one for one in held if isinstance(one, contextvars.ContextVar)]
+        variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
+        self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
         owners = [one for one in held if hasattr(one, "__dict__") and _is_of_users(one)]
         places = [(function.__globals__, function.__globals__), *((one, vars(one)) for one in owners)]
         for owner, namespace in places:
@@ -135,8 +137,10 @@ class Outside:
         except (LookupError, ValueError):  # a name or a cell has no value any more
             return None
         found += [variable.get(None) for variable in self._variables]
-        kinds = [*map(type, found)]  # 1, 1.0 and True are equal
-        return (*found, *kinds) if _COMPARED.issuperset(kinds) else None
+        if len(self._last) != 2 * len(found) or not all(map(operator.is_, found, self._last)):
+            kinds = [*map(type, found)]  # 1, 1.0 and True are equal
+            self._last = (*found, *kinds) if _COMPARED.issuperset(kinds) else ()
+        return self._last if self._last or not found else None
 
 
 def python_state(
