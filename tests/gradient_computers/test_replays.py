@@ -8,8 +8,11 @@ import logging
 import math
 import operator
 import random
+import threading
 import types
+import warnings
 import weakref
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -39,6 +42,10 @@ NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
 CALLS = contextvars.ContextVar("calls", default=0)
 READ_OUTSIDE = {"factor": 1.0, "calls": 0}
+FACTOR, SETTINGS = 1.0, types.SimpleNamespace(factor=1.0)
+OF_CONTEXT = contextvars.ContextVar("factor", default=1.0)
+ONES = np.ones(3, dtype=np.float32)
+POOL, THREAD = futures.ThreadPoolExecutor(1), threading.local()
 
 
 class Net(nn.Module):
@@ -114,6 +121,15 @@ def leaves_a_mask_out(s, x):
     return logits + torch.where(padded, s.padding, 0.0) if bool(padded.any()) else logits
 
 
+def succeeds(operation, *given, **settings):
+    """Return whether an operation does, whose result nobody uses."""
+    try:
+        operation(*given, **settings)
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
 def attending():
     block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     forward = lambda s, x: s.last(s.block(s.first(x[:, :, None])).mean(1))  # noqa: E731
@@ -124,6 +140,12 @@ def compiled():
     model = Net(lambda s, x: s.last(torch.tanh(s.compiled(x))))
     model.compiled = torch.compile(model.first, backend="eager")
     return model
+
+
+def traced():
+    with warnings.catch_warnings(action="ignore"):
+        scaled = torch.jit.trace(lambda x: x * torch.tensor([1.0, 2.0, 3.0]), torch.ones(2, 3))
+    return Net(lambda s, x: scaled(s.logits(x)))
 
 
 def of_inference():
@@ -158,6 +180,9 @@ REPLAYED = {
     "checks its classes": lambda: Net(factor=checks_its_classes),
     "of inference": of_inference,
     "leaves a mask out": lambda: Net(leaves_a_mask_out, padding=nn.Parameter(torch.randn(3))),
+    "fails for its shape": lambda: Net(factor=lambda s, x: 2.0 if succeeds(x.view, -1, 7) else 3.0),
+    "constants of Python": lambda: Net(factor=lambda s, x: torch.tensor([1.0, 2.0, 3.0]) * torch.from_numpy(ONES)),
+    "constants of a trace": traced,
 }  # fmt: skip
 
 
@@ -239,6 +264,19 @@ def split_by_a_tensor(x):
     return torch.zeros(len(x), 1).index_fill(0, positive, 1.0) > 0
 
 
+def in_a_thread(x):
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: x > 0).result()
+
+
+def in_a_thread_that_holds_it(x):
+    def work():
+        THREAD.positive = x > 0
+        return THREAD.positive
+
+    return POOL.submit(work).result()
+
+
 NOT_REPLAYED = {
     "counts in itself": lambda: Net(does=counts, calls=0),
     "counts in its class": lambda: CountsInItsClass(does=counts_in_its_class),
@@ -266,6 +304,12 @@ NOT_REPLAYED = {
     "applies Python": lambda: doubles(lambda x: x.apply_(abs) > 0),
     "splits by a tensor": lambda: doubles(split_by_a_tensor),
     "selects by mask": lambda: Net(selects_by_mask),
+    "computes in a thread": lambda: doubles(in_a_thread),
+    "computes in a thread that holds it": lambda: doubles(in_a_thread_that_holds_it),
+    "catches a failure": lambda: Net(factor=lambda s, x: 2.0 if succeeds(torch.linalg.cholesky, -x.T @ x) else 3.0),
+    "catches a failed check": lambda: Net(
+        factor=lambda s, x: 2.0 if succeeds(F.one_hot, x.abs().mul(9).long(), num_classes=1) else 3.0
+    ),
     "has a hook": with_a_hook,
     "own function": lambda: Net(lambda s, x: Double.apply(s.logits(x))),
     "sparse buffer": lambda: Net(by_neighbours, buffers={"neighbours": torch.eye(7).to_sparse()}),
@@ -359,16 +403,25 @@ def test_the_log_says_why_passes_are_not_replayed(caplog):
     assert "Net are not replayed: it writes into a tensor" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "read",
-    [lambda x: bool((x < 100).all()), lambda x: torch.allclose(x, x.clamp(max=100.0))],
-    ids=["bool", "allclose"],
-)
+READS = {
+    "bool": lambda x: bool((x < 100).all()),
+    "allclose": lambda x: torch.allclose(x, x.clamp(max=100.0)),
+    "factorisation": lambda x: succeeds(torch.linalg.cholesky, torch.eye(2) * (100 - x.max())),
+    "inverse": lambda x: succeeds(torch.linalg.inv, torch.eye(2) * torch.relu(100 - x.max())),
+    "index": lambda x: succeeds(torch.index_select, torch.ones(100), 0, x[:, 0].abs().long()),
+    "entropy": lambda x: succeeds(F.binary_cross_entropy, x.abs() / 100, x.sigmoid()),
+    "assertion": lambda x: succeeds(torch._assert_async, x.max() < 100),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_batch_in_which_python_reads_another_value_runs_the_pass(read):
+    """Or in which an operation fails whose result nobody uses."""
     model, run = replaying(lambda: Net(factor=lambda s, x: 2.0 if read(x) else 3.0))
     x, y = next(batches(1))
     x = x + 1000
     before = run.passes
+    assert before < 10
     torch.testing.assert_close(run((x, y))[0], reference(model, (x, y)))
     assert run.passes == before + 1
 
@@ -415,6 +468,48 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change):
     change(model)
     for batch in batches(3):
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
+
+
+class Settings:
+    factor = 1.0
+
+
+def of_a_cell():
+    factor = 1.0
+
+    def put(value):
+        nonlocal factor
+        factor = value
+
+    return lambda s, x: factor, put
+
+
+OUTSIDE = {
+    "a global": (lambda s, x: FACTOR, lambda value: globals().update(FACTOR=value)),
+    "a class": (lambda s, x: Settings.factor, lambda value: setattr(Settings, "factor", value)),
+    "an object": (lambda s, x: SETTINGS.factor, lambda value: setattr(SETTINGS, "factor", value)),
+    "a context": (lambda s, x: OF_CONTEXT.get(), lambda value: OF_CONTEXT.set(value)),
+    "a cell": of_a_cell(),
+}
+
+
+@pytest.mark.parametrize(("read", "put"), OUTSIDE.values(), ids=OUTSIDE)
+def test_batches_in_which_code_finds_another_value_outside_the_model_run_the_pass(read, put):
+    """Those with the value of the recording are replayed; the value of the last one is not that of the end."""
+    put(1.0)
+    model, run = replaying(lambda: Net(factor=read))
+    before, batch = run.passes, next(batches(1))
+    assert before < 10
+    for number, value in enumerate((2.0, torch.tensor(3.0), None), 1):
+        put(1.0 if value is None else value)
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+        assert run.passes == before + min(number, 2)
+    put(2.0)
+    run.computer.confirm()
+    for batch in batches(10):
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert run.passes < before + 12, "a value that stays is recorded"
+    put(1.0)
 
 
 @pytest.mark.parametrize(("count", "found"), [(31, "by the next comparison"), (NUM_BATCHES, "at the end")])
@@ -778,7 +873,8 @@ def featurized(model, to_come, projector="countsketch"):
 # These make or read tensors there, or are checked there alone.
 ON_CPU = {"of inference", "sparse attribute", "reads through NumPy", "own function", "cached by shape"}
 ON_CPU |= {"reads a list", "checks its classes", "reads by pointer", "reads scalars in a list"}
-ON_CPU |= {"applies Python", "splits by a tensor"}
+ON_CPU |= {"applies Python", "splits by a tensor", "catches a failed check", "constants of Python"}
+ON_CPU |= {"constants of a trace"}
 
 
 @pytest.fixture

@@ -7,12 +7,13 @@ import functools
 import io
 import itertools
 import logging
+import operator
 import random
 import sys
 import types
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ _LEVELS: Final = 3
 _MOST_HELD: Final = 256
 _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device})
+"""Types of values outside the model that are compared before every replay."""
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
@@ -94,13 +97,64 @@ def _package_of(module: object) -> str:
     return str(module).partition(".")[0]
 
 
-def python_state(model: nn.Module, task: AbstractModelOutput, device: torch.device) -> Any:
-    """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators."""
+@final
+class Outside:
+    """The numbers and strings outside the model that code of the model and the task reads by name."""
+
+    def __init__(self) -> None:
+        self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
+        self._cells: list[types.CellType] = []
+        self._variables: list[contextvars.ContextVar[Any]] = []
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
+        self._last: tuple[Any, ...] = ()
+
+    def note(self, function: types.FunctionType, read: Sequence[object]) -> None:
+        """Note where a function reads values: ``NAME``, ``Class.name``, ``module.name``, ``settings.name``."""
+        cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
+        held = [*(cell.cell_contents for cell in cells), *read]
+        self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
+        variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
+        self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
+        owners = [one for one in held if hasattr(one, "__dict__") and _is_of_users(one)]
+        places = [(function.__globals__, function.__globals__), *((one, vars(one)) for one in owners)]
+        for owner, namespace in places:
+            names = {
+                name for name in function.__code__.co_names if type(namespace.get(name, self)) in _COMPARED
+            }
+            if names:
+                self._namespaces.setdefault(id(owner), (namespace, set()))[1].update(names)
+
+    def values(self) -> tuple[Any, ...] | None:
+        """Return the values as they are now, and their types; ``None`` if one is of another kind than before."""
+        if not self._getters:
+            self._getters = [
+                (operator.itemgetter(*names, next(iter(names))), namespace)
+                for namespace, names in self._namespaces.values()
+            ]
+        try:
+            found = [value for getter, namespace in self._getters for value in getter(namespace)]
+            found += [cell.cell_contents for cell in self._cells]
+        except (LookupError, ValueError):  # a name or a cell has no value any more
+            return None
+        found += [variable.get(None) for variable in self._variables]
+        if len(self._last) != 2 * len(found) or not all(map(operator.is_, found, self._last)):
+            kinds = [*map(type, found)]  # 1, 1.0 and True are equal
+            self._last = (*found, *kinds) if _COMPARED.issuperset(kinds) else ()
+        return self._last if self._last or not found else None
+
+
+def python_state(
+    model: nn.Module, task: AbstractModelOutput, device: torch.device, outside: Outside | None = None
+) -> Any:
+    """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators.
+
+    ``outside`` notes what code reads.
+    """
     for module in model.modules():
         own = [p for p in module._parameters.values() if p is not None]
         if any(_hooks_of(module)) or any(p._backward_hooks for p in own):
             return None
-    described = functools.partial(_described, seen={}, depth=_DEPTH)
+    described = functools.partial(_described, seen={}, depth=_DEPTH, outside=outside)
     try:
         held = [
             (name, described(value))
@@ -131,7 +185,7 @@ def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
                     yield value
 
 
-def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
+def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside | None) -> Any:
     """Return values that change if something that code reads is changed in place or replaced."""
     if isinstance(value, _ATOMS):
         return value
@@ -140,7 +194,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
     if depth == 0 or id(value) in seen or isinstance(value, nn.Module | logging.Filterer | io.IOBase):
         return id(value)
     seen[id(value)] = value
-    described = functools.partial(_described, seen=seen, depth=depth - 1)
+    described = functools.partial(_described, seen=seen, depth=depth - 1, outside=outside)
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype, None if value.dtype == object else zlib.crc32(value.tobytes())
     if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
@@ -154,6 +208,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
         names = value.__code__.co_names
         read = [value.__globals__[name] for name in names if name in value.__globals__]
+        if outside is not None:
+            outside.note(value, read)
         # ``Class.count`` and ``module.count``
         owners = [one for one in read if isinstance(one, type | types.ModuleType) and _is_of_users(one)]
         read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
@@ -178,5 +234,6 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int) -> Any:
 
 
 def _is_of_users(found: Any) -> bool:
-    package = _package_of(found.__module__ if isinstance(found, type) else found.__name__)
+    is_module = isinstance(found, types.ModuleType)
+    package = _package_of(found.__name__ if is_module else getattr(found, "__module__", None))
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names

@@ -16,6 +16,15 @@ from torch.utils._pytree import tree_flatten
 
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | UNINITIALISED
+_RAISING = frozenset({
+    *("embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "put"),
+    *("scatter", "scatter_add", "scatter_reduce", "take", "_embedding_bag", "_embedding_bag_forward_only"),
+    *("div", "floor_divide", "fmod", "histc", "lu_unpack", "max_unpool2d", "max_unpool3d", "remainder"),
+    *("binary_cross_entropy", "multi_margin_loss", "multilabel_margin_loss_forward", "nll_loss_forward"),
+    *("nll_loss2d_forward", "searchsorted", "segment_reduce"),
+    *("_linalg_svd", "cholesky", "cholesky_inverse", "linalg_eig", "linalg_lstsq", "linalg_pinv"),
+})  # fmt: skip
+"""Operations that raise for some values; after others such as ``inv_ex``, one that returns nothing does."""
 
 
 class UnrecordableError(Exception):
@@ -44,6 +53,11 @@ class Step:
     def name(self) -> str:
         """Name of the operation, without that of its overload."""
         return str(self.function.overloadpacket.__name__)
+
+    @property
+    def only_checks(self) -> bool:
+        """Whether it returns and writes nothing: it raises for some values."""
+        return not (self.function._schema.returns or self.writes)
 
     def _written(self) -> list[Any]:
         aliases = {argument.name: argument.alias_info for argument in self.function._schema.arguments}
@@ -238,7 +252,7 @@ def version_of(tensor: Tensor) -> int | None:
 
 def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
     """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
-    if step.value is not None:
+    if step.value is not None or step.only_checks:
         return False
     if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
         one, other = (fixed[number] for number in step.reads)
@@ -253,10 +267,11 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _needed(steps: Sequence[Step], fixed: Mapping[int, Tensor], outputs: Sequence[int]) -> list[Step]:
-    """Return the steps that outputs, conditions and writes depend on; views of fixed accumulators are not asked."""
+    """Return the steps that outputs, conditions, writes and errors depend on, without views of fixed accumulators."""
     wanted, kept = {*outputs, *fixed}, []
     for step in reversed(steps):
-        if step.value is not None or step.writes or any(number in wanted for number in step.outputs):
+        acts = step.value is not None or step.writes or step.only_checks or step.name in _RAISING
+        if acts or any(number in wanted for number in step.outputs):
             wanted.update(step.reads)
             kept.append(step)
     return kept[::-1]

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 from trak_lite._devices import in_float64
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
-from trak_lite.gradient_computers.pass_state import identities, python_state
+from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
 from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
@@ -105,6 +105,8 @@ class _Kind:
     may_be_captured: bool = True
     is_unsteady: bool = False
     """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
+    outside: tuple[Any, ...] = ()
+    """Values outside the model in its batches."""
     structure: Any = None
     gap: int = 0
     """Largest number of batches from one comparison to the next."""
@@ -128,6 +130,8 @@ class Replays:
         """What the model, the task, the computer and the projector held in the last batch."""
         self._alive: list[Any] = []
         """What the state names by ``id``, as long as there are recordings."""
+        self._outside: Outside | None = None
+        """What the code of the model and the task reads elsewhere; known from the first recording on."""
         self._num_batches = 0
         self._pool: Any = None
         """Memory of the CUDA graphs, one of which runs at a time."""
@@ -171,9 +175,13 @@ class Replays:
             # The model, the task or the projector is another one.
             self._forget()
             self._state, self._projector = state, weakref.ref(projector, self._forget)
+        outside = self._outside.values() if self._outside is not None else ()
+        if outside is None:
+            self._keep_for(None)
+            return work()
         own = _Pass(computer, leaves, work)
         layout = tuple((leaf.shape, leaf.dtype, leaf.stride(), leaf.device) for leaf in leaves)
-        kind = self._kind((layout, flags, _surroundings(leaves[0]), tuple(setting)))
+        kind = self._kind((layout, flags, _surroundings(leaves[0]), tuple(setting), outside))
         kind.count += 1
         self._num_batches += 1
         self._keep_for(None if kind.graph else kind.recording)
@@ -207,7 +215,8 @@ class Replays:
     def confirm(self, complete: bool) -> None:
         """Compare the last batch that was replayed, if it was not, with its pass: nothing has changed until then.
 
-        If not ``complete``, only forget the batch, which holds the projector.
+        A pass with other values outside the model than in this batch would show nothing. If not ``complete``, only
+        forget the batch, which holds the projector.
 
         Raises:
             SelfCheckError: As in :meth:`run`.
@@ -215,7 +224,7 @@ class Replays:
         if self._last is not None:
             (kind, own), self._last = self._last, None
             self._keep_for(None)
-            if complete:
+            if complete and (self._outside is None or self._outside.values() == kind.outside):
                 self._compared(kind, own)
             if kind.refusal is not None:
                 kind.recording = kind.graph = None
@@ -278,10 +287,11 @@ class Replays:
         self._kinds.clear()
         self._alive.clear()
         self._state, self._last, self._num_batches, self._keeping = (), None, 0, None
+        self._outside = None
 
-    def _kind(self, key: Hashable) -> _Kind:
+    def _kind(self, key: tuple[Any, ...]) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
-        kind = self._kinds.pop(key, None) or _Kind()
+        kind = self._kinds.pop(key, None) or _Kind(outside=key[-1])
         self._kinds[key] = kind
         if len(self._kinds) > _MOST_KINDS:
             self._kinds.popitem(last=False)
@@ -296,7 +306,10 @@ class Replays:
         if own.is_due(kind):
             return work()
         model, task = computer.model, computer.modelout_fn
-        before = python_state(model, task, leaves[0].device)
+        outside = Outside() if self._outside is None else None
+        before = python_state(model, task, leaves[0].device, outside)
+        if before is not None and outside is not None:
+            self._compare(outside)
         tape = Tape(leaves, [*model.parameters(), *model.buffers()], is_scratch)
         try:
             with tape:
@@ -319,6 +332,15 @@ class Replays:
         else:
             logger.debug("A pass of %s over %d samples is recorded.", type(model).__name__, len(leaves[0]))
         return found
+
+    def _compare(self, outside: Outside) -> None:
+        """Divide kinds by values outside the model; those known so far are of the present ones."""
+        values = outside.values()
+        if values is not None:
+            self._outside = outside
+            self._kinds = OrderedDict(((*key[:-1], values), kind) for key, kind in self._kinds.items())
+            for kind in self._kinds.values():
+                kind.outside = values
 
     def _replayed(self, kind: _Kind, own: _Pass) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""

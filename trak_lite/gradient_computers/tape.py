@@ -8,6 +8,7 @@ NumPy, results whose shape depends on values, random numbers, writes into tensor
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -18,6 +19,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trak_lite.gradient_computers.recording import (
@@ -95,6 +97,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Roots of the results, by their storage."""
         self._constants: dict[int, Tensor] = {}
         """Tensors from outside."""
+        self._lifted: set[int] = set()
+        """Those that Python has made in this thread, from numbers or arrays."""
+        self._collects = False
         self._anchored: set[int] = set()
         """Tensors from outside, accumulators, and their views: replays find them at the same place."""
         self._held: dict[int, Tensor] = {}
@@ -113,6 +118,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise torch._dynamo is imported at the first operation
 
     def __enter__(self) -> Tape:
+        self._collects = gc.isenabled()
+        gc.collect(0)
+        gc.disable()  # so that the youngest generation is what this block makes, in whichever thread
         self._reading = _UnseenReads(self)
         self._reading.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -123,6 +131,21 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self._reading is not None
         self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
         self._reading = None  # no cycle holds the tensors
+        young = set(map(id, gc.get_objects(0)))
+        if self._collects:
+            gc.enable()
+        known = self._constants.items()
+        made = [tensor for number, tensor in known if id(tensor) in young and self._is_unknown(number)]
+        if made:
+            gc.collect(0)  # graphs of autograd, which hold tensors as a traced module holds its own
+        if any(tensor._use_count() == 1 for tensor in made):  # type: ignore[attr-defined]
+            self.refuse("it reads a tensor that was made where operations are not seen, as in another thread")
+
+    def _is_unknown(self, number: int) -> bool:
+        """Whether a tensor from outside that the block has made is none of Python's numbers, NumPy or known memory."""
+        tensor = self._constants[number]
+        is_data = self._roots[number] != number and not tensor._is_view()  # ``weight.data``
+        return number not in self._lifted and tensor.untyped_storage().resizable() and not is_data
 
     def refuse(self, reason: str) -> None:
         """Note why a replay might not repeat what runs; the computation goes on."""
@@ -134,6 +157,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignores_reads = True
         try:
             yield
+        except Exception:
+            self.refuse("a check of values fails in the recorded batch, which the model may catch")
+            raise
         finally:
             self._ignores_reads = False
 
@@ -144,7 +170,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._steps) >= _MOST_OPERATIONS or not _is_repeatable(func, args, kwargs):
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if not _fails_without_values(func, args, kwargs):
+                self.refuse(f"{func} fails in the recorded batch, which the model may catch")
+            raise
         tensors = tensors_of((args, kwargs, result))
         if not all(map(is_plain, tensors)):
             self.refuse(f"{func} reads or returns a sparse or nested tensor, or one of another class")
@@ -152,6 +183,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         step = Step(func, self._with_numbers(args), self._with_numbers(kwargs))
         step.is_between_devices = len({tensor.device for tensor in tensors}) > 1
         if func in _SAME:
+            if step.name.startswith("lift"):
+                self._lifted.update(step.reads)
             self._numbers[result] = step.reads[0]
             return result
         if func in _READS:
@@ -300,6 +333,20 @@ class _UnseenReads(TorchFunctionMode):
             with self._tape.reads_ignored():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _fails_without_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that failed does so for every batch of these shapes."""
+    if func.namespace != "aten" or not all(map(is_plain, tensors_of((args, kwargs)))):
+        return False
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    try:
+        func(*args, **kwargs)
+    except NotImplementedError:
+        return False
+    except Exception:
+        return True
+    return False
 
 
 def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
