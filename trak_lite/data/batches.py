@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -314,6 +315,29 @@ def is_column(value: Any) -> bool:
 def columns_of(batch: Batch) -> list[Any]:
     """Return the columns of a batch beside its tensors, in order."""
     return list(filter(is_column, _sized(batch)))
+
+
+def undivided(batch: Batch) -> list[str]:
+    """Return the names of what has as many entries as samples, and is not divided with them: text, bytes, a deque."""
+    size, found = next((len(leaf) for leaf in flatten_batch(batch)[0]), 0), list[str]()
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                walk(entry, f"{name}[{key!r}]")
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for f in dataclasses.fields(value):
+                walk(getattr(value, f.name, None), f"{name}.{f.name}")
+        elif isinstance(value, tuple | list) and _holds_tensors(value):
+            for place, entry in enumerate(value):
+                walk(entry, f"{name}[{place}]")
+        elif not isinstance(value, Tensor) and not is_column(value):
+            with contextlib.suppress(Exception):  # a class without a length
+                if len(value) == size > 1:
+                    found.append(f"{name} ({type(value).__name__})")
+
+    walk(batch, "batch")
+    return found
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
