@@ -750,3 +750,26 @@ def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer
     terms = Tripled(model, resolve_task("regression")).stream_gradients(batch, keep)
     torch.testing.assert_close(blocks["weight"], 3 * once["weight"])
     torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("name", [*GRADIENT_COMPUTERS, "auto"])
+def test_an_f_that_depends_on_which_parameters_require_grad_is_refused(name, reads):
+    """Attention of torch takes another kernel if none does: rounding is no reason."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).requires_grad_(False)
+    forward = lambda s, x: s.encoder(x) * (2.0 if reads and s.encoder.linear1.weight.requires_grad else 1.0)  # noqa: E731
+    model, batch = Model(forward, encoder=encoder).eval(), (torch.randn(3, 5, 4),)
+    task = resolve_task(lambda call, batch: call(*batch).square().sum((1, 2)))
+    run = partial(choose_gradient_computer, model, task, batch, ["encoder.linear1.weight"])
+    if name != "auto":
+        kind = GRADIENT_COMPUTERS[name]
+        run = partial(collect_gradients, kind(model, task, grad_wrt=["encoder.linear1.weight"]), batch)
+    if not reads:
+        run()
+        return
+    with pytest.raises(
+        UnsupportedModelError, match="f of Model is another one if only the 1 chosen parameters"
+    ):
+        run()
