@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from array import array
+from collections import deque
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -333,3 +335,25 @@ def test_a_dynamically_quantised_model_takes_its_own_state_dict():
     made.featurize(TRAIN, model.state_dict())
 
     np.testing.assert_array_equal(made.score(TRAIN).numpy(), expected.score(TRAIN).numpy())
+
+
+SEQUENCES = {"deque": deque, "array": partial(array, "q"), "bytes": bytes}
+
+
+@pytest.mark.parametrize("kind", SEQUENCES.values(), ids=SEQUENCES)
+def test_labels_that_are_not_divided_with_the_samples_are_named(kind, tmp_path):
+    def output(call, batch):
+        return call(batch["x"])[:, 0] * torch.tensor(list(batch["labels"]))
+
+    def collate(samples):
+        x, labels = zip(*samples, strict=True)
+        return {"x": torch.stack(x), "labels": kind(labels)}
+
+    rows = [(torch.randn(4), n % 3) for n in range(8)]
+    made = Attributor(
+        nn.Linear(4, 3), output, tmp_path / "a.zarr", collate=collate, batch_size=4, progress=False
+    )
+    with pytest.raises(
+        TrakLiteError, match=r"Not divided with the samples: batch\['labels'\] \(\w+\)\. If there is"
+    ):
+        made.featurize(rows)

@@ -1,9 +1,10 @@
 """Every gradient computer against a plain loop over autograd, one sample at a time, in float64."""
 
 from collections import UserDict
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -375,6 +376,14 @@ class Named(dict[str, Any]):
         raise TypeError("no changes")
 
 
+class Attributed(dict[str, Any]):
+    pass
+
+
+class UserBatch(UserDict[str, Any]):
+    pass
+
+
 class Attributes(dict[str, Any]):
     """The same, by the attributes of its own."""
 
@@ -388,6 +397,125 @@ class Encoded(UserDict[str, Any]):
 
     def __getattr__(self, name):
         return self.__dict__["data"][name]
+
+
+@dataclass
+class Later:
+    """Two fields are set after construction."""
+
+    x: Tensor
+    scale: float = field(default=1.0, init=False)
+    weight: Tensor | None = field(default=None, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    scale: float = field(default=1.0, init=False)
+
+
+class Slotted:
+    __slots__ = ("note",)
+
+
+@dataclass(frozen=True)
+class ByHand(Slotted):
+    """A frozen class with a slot beside its fields, whose constructor wants what it does not keep."""
+
+    x: Tensor
+    scale: InitVar[float]
+
+    def __post_init__(self, scale):
+        object.__setattr__(self, "note", scale)
+
+
+@dataclass
+class Normalised:
+    """Its constructor changes what it is given, and computes one attribute from it."""
+
+    x: Tensor
+    scale: float
+
+    def __post_init__(self):
+        self.x, self.scale = self.x / 2, self.scale / 2
+        self.count, self._cache = len(self.x), None
+
+    @property
+    def weight(self):
+        if self._cache is None:
+            self._cache = torch.ones(self.count, dtype=torch.float64)
+        return self._cache
+
+    @cached_property
+    def positive(self):
+        return (self.x > 0).sum(1)
+
+
+class Listed(list[Any]):
+    pass
+
+
+class Paired(tuple[Any, ...]):
+    pass
+
+
+class Columns(NamedTuple):
+    x: Tensor
+
+
+class Annotated(Columns):
+    pass
+
+
+class Strict(dict[str, Any]):
+    def __init__(self, *, x):
+        super().__init__(x=x)
+
+
+def later(x):
+    return having(Later(x), scale=3.0, weight=x[:, 0] + 5)
+
+
+def having(batch, **attributes):
+    for name, value in attributes.items():
+        object.__setattr__(batch, name, value)
+    return batch
+
+
+OWN = {
+    "fields set later": later,
+    "frozen slots": lambda x: having(Frozen(x), scale=3.0),
+    "a slot and a variable of the constructor": lambda x: ByHand(x, 3.0),
+    "a constructor that changes values": lambda x: Normalised(2 * x, 6.0),
+    "dict": lambda x: having(Attributed(x=x), scale=3.0, weight=x[:, 0] + 5),
+    "a dict with arguments of its own": lambda x: having(Strict(x=x), scale=3.0),
+    "UserDict": lambda x: having(UserBatch(x=x), scale=3.0),
+    "list": lambda x: having(Listed([x]), scale=3.0),
+    "tuple": lambda x: having(Paired((x,)), scale=3.0),
+    "named tuple": lambda x: having(Annotated(x), scale=3.0),
+}
+
+
+def scaled_by_attributes(call, batch):
+    x = batch["x"] if isinstance(batch, Mapping) else batch[0] if isinstance(batch, tuple | list) else batch.x
+    scale = getattr(batch, "scale", None) or getattr(batch, "note", 1.0)  # the defaults hide what is lost
+    weight = getattr(batch, "weight", None)
+    factor = getattr(batch, "positive", 0.0) + scale * (1.0 if weight is None else weight)
+    return call(x).sin().sum(1) * factor
+
+
+@pytest.mark.parametrize("kind", GRADIENT_COMPUTERS.values(), ids=GRADIENT_COMPUTERS)
+@pytest.mark.parametrize("build", OWN.values(), ids=OWN)
+def test_a_batch_keeps_what_is_its_own_beside_its_tensors(build, kind):
+    """Every row against that of a batch that holds it alone, as the collate function makes it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    found = collect_gradients(kind(model, resolve_task(scaled_by_attributes), chunk_size=3), build(x))
+    for row in range(5):
+        f = scaled_by_attributes(model, build(x[row : row + 1])).sum()
+        for name, grad in zip(found, torch.autograd.grad(f, list(model.parameters())), strict=True):
+            torch.testing.assert_close(found[name][row], grad)
 
 
 BATCHES = {2: Named, 3: Encoded, 8: Attributes}
@@ -622,3 +750,26 @@ def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer
     terms = Tripled(model, resolve_task("regression")).stream_gradients(batch, keep)
     torch.testing.assert_close(blocks["weight"], 3 * once["weight"])
     torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("name", [*GRADIENT_COMPUTERS, "auto"])
+def test_an_f_that_depends_on_which_parameters_require_grad_is_refused(name, reads):
+    """Attention of torch takes another kernel if none does: rounding is no reason."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).requires_grad_(False)
+    forward = lambda s, x: s.encoder(x) * (2.0 if reads and s.encoder.linear1.weight.requires_grad else 1.0)  # noqa: E731
+    model, batch = Model(forward, encoder=encoder).eval(), (torch.randn(3, 5, 4),)
+    task = resolve_task(lambda call, batch: call(*batch).square().sum((1, 2)))
+    run = partial(choose_gradient_computer, model, task, batch, ["encoder.linear1.weight"])
+    if name != "auto":
+        kind = GRADIENT_COMPUTERS[name]
+        run = partial(collect_gradients, kind(model, task, grad_wrt=["encoder.linear1.weight"]), batch)
+    if not reads:
+        run()
+        return
+    with pytest.raises(
+        UnsupportedModelError, match="f of Model is another one if only the 1 chosen parameters"
+    ):
+        run()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from models import (
     CASES,
     Exact,
+    Net,
     Tagged,
     assert_exact_in_every_batch,
     assert_same,
@@ -136,6 +137,9 @@ EXACT = {
     "a gradient inside f": net(slope_inside, rows(3), unchecked=True),
     "a compiled part": net(lambda s, x: s.c(s.up(x).tanh()), rows(3),
                            up=lambda: torch.compile(nn.Linear(4, 4), backend="eager")),
+    "branches without parameters": net(
+        lambda s, x: s.b(torch.cond(torch.tensor(True), torch.sin, torch.cos, (x,))) + s.a(x), rows(3), rows(5)
+    ),
     "writes by name": net(write_by_name, rows(3)),
     "writes into a sparse tensor": net(change_sparse, rows(3)),
     "a hook that changes a small gradient": net(doubled_gradient, rows(3, 3)),
@@ -527,6 +531,19 @@ EXACT |= {
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_rows_of_every_batch_equal_one_backward_pass_per_sample(case):
     assert_exact_in_every_batch(case)
+
+
+def test_a_layer_that_a_branch_captures_goes_to_a_computer_that_follows_it():
+    torch.manual_seed(0)
+    model = Net(lambda s, x: torch.cond(torch.tensor(True), lambda v: s.a(v).sin(), torch.cos, (x,)) + s.b(x))
+    batch = (rows(3, 5),)
+    name, reason, computer = choose_gradient_computer(model.double(), resolve_task(wavy), batch)
+    assert name == "iterative", reason
+    assert "the operator cond runs reads a parameter" in reason
+    model.forward = lambda x: model.a(x).sin() + model.b(x)
+    expected = by_loop(model, wavy, batch)
+    del model.forward
+    assert_same(collect_gradients(computer, batch), expected)
 
 
 def test_a_path_that_changes_the_gradients_of_other_samples_is_refused():

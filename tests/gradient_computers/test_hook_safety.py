@@ -28,6 +28,7 @@ from models import (
     wavy,
 )
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as map_along
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -127,6 +128,26 @@ def on_axis_1(s, x):
     return s.layer(x.transpose(0, 1)).transpose(0, 1)
 
 
+def of_branches(change, other=torch.cos, flag=True):
+    """The last layer reads what a branch computes from the input alone, or from what it captures."""
+
+    def forward(s, x):
+        on = torch.tensor(flag)
+        return s.b(torch.cond(on, lambda v: change(s, v), other, (x,)) + 0 * s.a(x))
+
+    return forward
+
+
+def captured_activation(s, x):
+    hidden = s.a(x)
+    return s.b(torch.cond(torch.tensor(True), lambda v: v * hidden, torch.cos, (x,)))
+
+
+def unseen(s, x):
+    with torch._C.DisableTorchFunction():
+        return s.a(x)
+
+
 def complex_weight():
     weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
     return Model(lambda s, x: (torch.fft.fft(x) * s.weight).abs(), weight=weight)
@@ -170,6 +191,14 @@ REFUSED = {
     "dropout in a recurrent layer": (lambda: nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True).train(),
                                      "dropout masks"),
     "complex parameters": (complex_weight, r"\['weight'\] are complex"),
+    "a layer that a branch captures": (of_branches(lambda s, x: s.a(x)), "operator cond runs reads a parameter"),
+    "a layer that the other branch captures": (of_branches(lambda s, x: s.a(x), flag=False),
+                                               "operator cond runs reads a parameter"),
+    "a layer that a branch captures out of sight": (of_branches(unseen), "gradient of 'a.weight' differs"),
+    "an activation that a branch captures": (captured_activation, "operator cond runs reads"),
+    "a layer that a function captures, along an axis": (
+        lambda s, x: s.b(map_along(lambda row: s.a(row), x)), "operator map_impl runs reads a parameter"
+    ),
     "an autograd function": (lambda: stacked(Opaque()), r"\['1.weight'\].*hooks cannot see"),
     "a rule that leaves a parameter out": (ruled(lambda x, g: {}), r"no gradient for \['weight'\]"),
     "a wrong rule": (ruled(lambda x, g: {"weight": (g * x).sum(1)}), "self-check failed: the gradient of 'weight'"),

@@ -13,6 +13,7 @@ import types
 import warnings
 import weakref
 from concurrent import futures
+from typing import Any
 
 import numpy as np
 import pytest
@@ -735,6 +736,32 @@ def test_a_tensor_that_stands_twice_in_a_batch_runs_the_pass():
         found = one.run((x, x), model, (), work, lambda _: False, math.inf)
         for grad, expected in zip(found, collect_gradients(other, (x, x)).values(), strict=True):
             torch.testing.assert_close(grad, expected)
+
+
+class Scaled(dict[str, Any]):
+    """A batch with an attribute."""
+
+    scale = 1.0
+
+
+def test_an_attribute_of_a_batch_is_another_kind_of_batch():
+    model, passes = made(Net), 0
+    task = resolve_task(lambda call, batch: (call(batch["x"]) * batch.scale).square().sum(1))
+    one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
+
+    def work(batch):
+        nonlocal passes
+        passes += 1
+        return list(collect_gradients(one, batch).values())
+
+    for number, (x, _) in enumerate(batches(24)):
+        batch = Scaled(x=x)
+        batch.scale = 2.0 if number < 12 else 5.0
+        found = one.run(batch, model, (), lambda batch=batch: work(batch), lambda _: False, math.inf)
+        expected = collect_gradients(other, batch)
+        for grad, value in zip(found, expected.values(), strict=True):
+            torch.testing.assert_close(grad, value)
+    assert passes < 16
 
 
 def test_after_a_failed_check_no_batch_is_replayed():

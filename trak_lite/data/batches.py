@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import functools
 import itertools
+import operator
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
@@ -51,14 +55,19 @@ def rows_in_batches(rows: NDArray[np.int64], size: int) -> list[NDArray[np.int64
     return np.split(rows, range(size, len(rows), size))
 
 
+_MISSING: Final = object()
+_IDENTITY: Final[Any] = object.__eq__
+
+
 def map_tensors(
     function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] = lambda value: value
 ) -> Batch:
     """Return the batch with ``function`` applied to each tensor.
 
-    Containers keep their type, also a ``BatchEncoding`` or any other ``dict`` or ``UserDict`` that can be made from a
-    mapping; others become a plain ``dict``. To everything else (a list or tuple without tensors, an array, a number)
-    ``other`` is applied.
+    Containers keep their class and their attributes: a dataclass, a named tuple, a ``BatchEncoding`` or any other
+    ``dict``, ``UserDict``, list or tuple that can be made from its entries; other mappings become a plain ``dict``. An
+    attribute whose name begins with an underscore is a cache, unless the constructor sets it. To everything else (a
+    list or tuple without tensors, an array, a number) ``other`` is applied.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -66,37 +75,118 @@ def map_tensors(
         mapped = {key: map_tensors(function, value, other) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, dict | UserDict):
             return mapped
-        return _as_class_of(batch, mapped)
+        made = _remade(
+            batch, dict(batch), mapped, type(batch), functools.partial(map_tensors, function, other=other)
+        )
+        is_same = made is not None and len(made) == len(mapped)
+        return made if is_same and all(made[key] is value for key, value in mapped.items()) else mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
         changes = {name: map_tensors(function, value, other) for name, value in values.items()}
-        return dataclasses.replace(batch, **changes)
+        build = functools.partial(dataclasses.replace, batch)
+        return _remade(batch, values, changes, build, functools.partial(map_tensors, function, other=other))
     if isinstance(batch, tuple | list) and _holds_tensors(batch):
         parts = [map_tensors(function, item, other) for item in batch]
-        if isinstance(batch, list):
-            return parts
+        if type(batch) is list or type(batch) is tuple:
+            return parts if isinstance(batch, list) else tuple(parts)
         # A named tuple takes its fields as separate arguments.
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+        from_list = (lambda given: type(batch)(*given)) if hasattr(batch, "_fields") else type(batch)
+        made = _remade(batch, batch, parts, from_list, functools.partial(map_tensors, function, other=other))
+        is_same = made is not None and len(made) == len(parts)
+        plain = parts if isinstance(batch, list) else tuple(parts)
+        return made if is_same and all(map(operator.is_, made, parts)) else plain
     return other(batch)
 
 
-def _as_class_of(batch: dict[Any, Any] | UserDict[Any, Any], mapped: dict[Any, Any]) -> Batch:
-    """Return a mapping in the class of a batch, or as it is if the class is not made from a mapping alone."""
+def with_fields(batch: Any, **values: Any) -> Any:
+    """Return a dataclass with other values of some fields."""
+    own = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+    return _remade(
+        batch, own, {**own, **values}, functools.partial(dataclasses.replace, batch), lambda value: value
+    )
+
+
+def attributes_beside(batch: Batch) -> dict[str, Any]:
+    """Return the attributes of a container that are no entries or fields of it, without cached properties."""
+    if type(batch) in (dict, list, tuple):
+        return {}
+    entries = {"data"} if isinstance(batch, UserDict) else set()
+    if isinstance(batch, Mapping):
+        entries.update(batch)
+    elif dataclasses.is_dataclass(batch):
+        entries.update(f.name for f in dataclasses.fields(batch))
+    return {name: value for name, value in _attributes(batch).items() if name not in entries}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots, without cached properties."""
+    state: Any = object.__getstate__(value)
+    if isinstance(state, tuple):
+        state = (state[0] or {}) | state[1]
+    kind: Any = type(value)
+    if state and (cached := _cached_properties(kind)):
+        return {name: part for name, part in state.items() if name not in cached}
+    return state or {}
+
+
+@functools.cache
+def _cached_properties(kind: type) -> frozenset[str]:
+    members = ((name, value) for base in kind.__mro__ for name, value in vars(base).items())
+    return frozenset(name for name, value in members if isinstance(value, functools.cached_property))
+
+
+def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: Callable[[Any], Any]) -> Any:
+    """Return a container of the class of a batch that holds ``parts`` in place of ``own``; ``None`` if that fails.
+
+    Attributes that ``build`` computes from the parts are new. It may change what it is given (a scale that is divided),
+    so the others are taken from the batch: those that it would not compute from the batch's own parts.
+    """
+    has_fields = dataclasses.is_dataclass(batch) and not isinstance(batch, Mapping)
+    if has_fields:
+        beside = {name: value for name, value in _attributes(batch).items() if name not in own}
+    else:
+        beside = attributes_beside(batch)
     try:
-        made = type(batch)(mapped)
-        is_same = len(made) == len(mapped) and all(made[key] is value for key, value in mapped.items())
+        made, again = build(**parts) if has_fields else build(parts), None
+        changed = [name for name in parts if getattr(made, name) is not parts[name]] if has_fields else []
+        found = _attributes(made) if changed or beside else {}
+        for name in (*changed, *beside):
+            value = beside[name] if name in beside else own[name]
+            now = found.get(name, _MISSING)
+            if now is value or (name[:1] == "_" and (now is None or now is _MISSING)):
+                continue
+            if again is None:
+                again = _attributes(build(**own) if has_fields else build(own))
+            computed = again.get(name, _MISSING)
+            # Objects that cannot be compared are built from the parts if every container has its own.
+            is_built = type(value).__eq__ is _IDENTITY and computed is not now and computed is not _MISSING
+            if not is_built and not is_same_batch(computed, value):
+                object.__setattr__(made, name, walk(value) if name in beside else parts[name])
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
-        return mapped
-    # Public attributes beside the values are not known to the new object.
-    beside = [
-        name for name in getattr(batch, "__dict__", {}) if name not in {*mapped, "data"} and name[:1] != "_"
-    ]
-    return (
-        made
-        if is_same and all(getattr(made, name, made) is getattr(batch, name) for name in beside)
-        else mapped
-    )
+        return _copied(batch, parts, {**own, **beside} if has_fields else beside, walk)
+    return made
+
+
+def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[Any], Any]) -> Any:
+    """Return a container with other parts, without its constructor; ``None`` if it cannot be copied."""
+    has_fields = not isinstance(batch, Mapping | list | tuple)
+    try:
+        made = object.__new__(type(batch)) if has_fields else copy.copy(batch)
+        if made is batch:
+            return None
+        for place, part in (
+            () if has_fields else parts.items() if isinstance(batch, Mapping) else enumerate(parts)
+        ):
+            made[place] = part
+        for name, value in attributes.items():
+            object.__setattr__(made, name, parts[name] if has_fields and name in parts else walk(value))
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
+        if has_fields:
+            raise
+        return None
+    return made
 
 
 def _holds_tensors(batch: Batch) -> bool:
@@ -225,6 +315,29 @@ def is_column(value: Any) -> bool:
 def columns_of(batch: Batch) -> list[Any]:
     """Return the columns of a batch beside its tensors, in order."""
     return list(filter(is_column, _sized(batch)))
+
+
+def undivided(batch: Batch) -> list[str]:
+    """Return the names of what has as many entries as samples, and is not divided with them: text, bytes, a deque."""
+    size, found = next((len(leaf) for leaf in flatten_batch(batch)[0]), 0), list[str]()
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                walk(entry, f"{name}[{key!r}]")
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for f in dataclasses.fields(value):
+                walk(getattr(value, f.name, None), f"{name}.{f.name}")
+        elif isinstance(value, tuple | list) and _holds_tensors(value):
+            for place, entry in enumerate(value):
+                walk(entry, f"{name}[{place}]")
+        elif not isinstance(value, Tensor) and not is_column(value):
+            with contextlib.suppress(Exception):  # a class without a length
+                if len(value) == size > 1:
+                    found.append(f"{name} ({type(value).__name__})")
+
+    walk(batch, "batch")
+    return found
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:

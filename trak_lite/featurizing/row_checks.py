@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.data.batches import flatten_batch, take_rows
+from trak_lite.data.batches import flatten_batch, take_rows, undivided
 from trak_lite.data.datasets import RowNumbers
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
     NonFiniteError,
     TrakLiteError,
+    UnsupportedModelError,
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -72,6 +73,14 @@ def naming_rows(
         UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
             batch.
     """
+    with _naming_undivided(batch), _naming_rows(model, task, batch, rows, what):
+        yield
+
+
+@contextmanager
+def _naming_rows(
+    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
+) -> Iterator[None]:
     versions = {} if is_sharded(model) else parameter_versions(model)
     try:
         yield
@@ -96,6 +105,20 @@ def naming_rows(
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error
+
+
+@contextmanager
+def _naming_undivided(batch: Batch) -> Iterator[None]:
+    """Name what is not divided with the samples in an error about a batch."""
+    try:
+        yield
+    except (InvalidInputError, UnsupportedModelError) as error:
+        if names := undivided(batch):
+            error.args = (
+                f"{error} Not divided with the samples: {', '.join(names[:5])}. If there is one entry per sample, let "
+                "collate make a list, a tuple, an array or a tensor of it.",
+            )
+        raise
 
 
 def finite_numbers(features: Tensor, terms: OutputTerms) -> Tensor:

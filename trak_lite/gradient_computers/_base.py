@@ -27,7 +27,12 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only, listed, select_parameters
 from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
-from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of_mixing, refuse_random
+from trak_lite.gradient_computers.randomness import (
+    depends_on_batch,
+    refusal_of_mixing,
+    refuse_random,
+    refuse_reading_of_flags,
+)
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -414,7 +419,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             kept = select_parameters(self.model, self.grad_wrt, tree.parameters)
             if count:
                 with self._products():
-                    self._refuse_random(tree, batch)
+                    self._refuse_random(tree, batch, kept)
                     return self._stream_checked(map_tensors(Tensor.detach, batch), count, kept, take)
         finally:
             self.undo_passes()
@@ -425,12 +430,13 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         empty = next(iter(kept.values())).detach().new_empty(0)
         return OutputTerms(empty, empty, empty)
 
-    def _refuse_random(self, tree: ModelTree, batch: Batch) -> None:
-        """Refuse a model whose f is random in eval mode, before its first batch."""
+    def _refuse_random(self, tree: ModelTree, batch: Batch, kept: Kept) -> None:
+        """Refuse a model whose f is random in eval mode, or changes with the choice of parameters."""
         checked = self.self_check and self.differentiates_the_model and not is_sharded(tree)
         if checked and not (self._is_repeatable or any(tree.modes)):
             some = map_tensors(Tensor.detach, take_rows(batch, slice(0, 8)))
             refuse_random(self, some)
+            refuse_reading_of_flags(self, some, kept)
             if self._takes_samples_alone and depends_on_batch(self, some):
                 self.look_at_mixing()
             self._is_repeatable = True

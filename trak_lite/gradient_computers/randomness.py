@@ -18,6 +18,7 @@ from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite._eval_caches import attributes_kept, remembering
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.gradient_computers.recording import version_of
 from trak_lite.gradient_computers.reference import (
     CheckedComputer,
@@ -131,9 +132,48 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, 
         together = _outputs(computer, [batch])
         starts = range(0, len(together), size)
         alone = _outputs(computer, [take_rows(batch, slice(start, start + size)) for start in starts])
-        error, most = ((value.nan_to_num(0.0)).abs().max() for value in (together - alone, together))
-        return float(error) / (float(most) or 1.0), together.dtype
+        return _error(alone, together), together.dtype
 
+    return _exceeds_rounding(computer, batch, difference, sure=sure)
+
+
+def refuse_reading_of_flags(computer: CheckedComputer, batch: Batch, kept: Kept) -> None:
+    """Raise if f of the first sample is another one while only the kept parameters require grad, as in a pass.
+
+    Raises:
+        UnsupportedModelError: If f changes with the flags.
+    """
+    model = computer.model
+    if all(p.requires_grad == (name in kept) for name, p in model.named_parameters()):
+        return
+
+    def difference(batch: Batch) -> tuple[float, torch.dtype]:
+        own = _outputs(computer, [batch])
+        with differentiating_only(model.parameters(), kept):
+            return _error(_outputs(computer, [batch]), own), own.dtype
+
+    if _exceeds_rounding(computer, take_rows(batch, [0]), difference):
+        raise UnsupportedModelError(
+            f"f of {class_of(model).__name__} is another one if only the {len(kept)} chosen parameters require grad, "
+            "as in a pass: its forward pass reads requires_grad. Expected an f that does not depend on it. If "
+            "that is the model you mean, let only these parameters require grad (requires_grad_) before."
+        )
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, divided by the largest number."""
+    error, most = (value.nan_to_num(0.0).abs().max() for value in (expected - found, expected))
+    return float(error) / (float(most) or 1.0)
+
+
+def _exceeds_rounding(
+    computer: CheckedComputer,
+    batch: Batch,
+    difference: Callable[[Batch], tuple[float, torch.dtype]],
+    *,
+    sure: bool = False,
+) -> bool:
+    """Whether a relative difference of f is more than rounding; see :func:`depends_on_batch`."""
     try:
         found, _ = difference(batch)
     except MODEL_FAILURES as error:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from trak_lite._devices import in_float64
+from trak_lite.data.batches import attributes_beside
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
@@ -476,17 +477,25 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             leaves.append(value)
             flags.append("tensor")
             return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+        parts: Sequence[Any] | None = None
         if isinstance(value, Mapping):
-            flags.append((type(value), *value))
-            return all(map(walk, value.values()))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            flags.append((type(value), "dataclass"))
-            return all(walk(getattr(value, field.name)) for field in dataclasses.fields(value))
-        if isinstance(value, tuple | list):
-            flags.append((type(value), len(value)))
-            return all(map(walk, value))
+            parts, names = [*value.values()], [*value]
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            parts = [getattr(value, name) for name in names]
+        elif isinstance(value, tuple | list):
+            parts, names = value, [len(value)]
+        if parts is not None:
+            beside = attributes_beside(value)
+            flags.append((type(value), *names, *beside))
+            return all(map(walk, parts)) and all(map(walk_beside, beside.values()))
         flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
         return value is None or isinstance(value, bool | int | float | str)
+
+    def walk_beside(value: Any) -> bool:
+        known = next((place for place, leaf in enumerate(leaves) if leaf is value), None)
+        flags.append(known)
+        return known is not None or walk(value)
 
     usable = walk(batch) and bool(leaves) and all(leaf.dim() for leaf in leaves)
     usable = usable and len(set(map(id, leaves))) == len(leaves)

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import wide_dtype
-from trak_lite.data.batches import batch_size, flatten_batch, is_column, map_tensors, take_rows
+from trak_lite.data.batches import (
+    attributes_beside,
+    batch_size,
+    flatten_batch,
+    is_column,
+    map_tensors,
+    take_rows,
+)
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import draws_numbers, restoring_draws
@@ -239,14 +246,18 @@ def _flags(batch: Batch) -> Any:
 
     A list without tensors holds per-sample data, and so does a column.
     """
-    if isinstance(batch, Mapping):
-        return tuple((key, _flags(value)) for key, value in batch.items())
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
     if is_column(batch):
         return None
-    if isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
-        return tuple(map(_flags, batch))
+    found: tuple[Any, ...] | None = None
+    if isinstance(batch, Mapping):
+        found = tuple((key, _flags(value)) for key, value in batch.items())
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        found = tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
+    elif isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
+        found = tuple(map(_flags, batch))
+    if found is not None:
+        beside = attributes_beside(batch)
+        return (*found, *((name, _flags(value)) for name, value in beside.items())) if beside else found
     return batch if isinstance(batch, bool | int | float | str) else None
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from trak_lite._devices import float64_device, in_float64
+from trak_lite.data.batches import with_fields
 from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless
 from trak_lite.types import Batch, OutputTerms
 
@@ -94,7 +95,7 @@ def with_labels(batch: Batch, labels: Tensor) -> Batch:
         return (*inputs, labels)
     key = next(key for key in LABEL_KEYS if key in fields)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{key: labels})
+        return with_fields(batch, **{key: labels})
     return {**fields, key: labels}
 
 

@@ -368,7 +368,9 @@ class HookGradientComputer(AbstractStreamingComputer):
                 refuse_detached(self.model, self.modelout_fn, part.batch, kept)
             seen = {name: p for name, p in kept.items() if name not in plan.escaped}
             if seen and positions:
-                compare(self, part.batch, seen, samples, list(plan.dtypes))
+                # Without torch.compile, functions inside an operator have no gradient of the tensors that they capture.
+                with torch.compiler.set_stance("default") if plan.runs_functions else nullcontext():
+                    compare(self, part.batch, seen, samples, list(plan.dtypes))
             if positions and (is_due if plan.may_mix else is_first):
                 self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)

@@ -11,17 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OperatorBase
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.hooks.registry import GradientRule, rule_for
+from trak_lite.gradient_computers.recording import tensors_of
 from trak_lite.models.sharded import is_sharded, refuse_sharded_parts, watch_borders
 from trak_lite.models.tree import ModelTree
 
 Function = Callable[..., Any]
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial, nn.Module)
 
 
 class AbstractInterceptor(TorchFunctionMode, ABC):
@@ -43,6 +48,11 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         """Whether to ignore operations, because FSDP2 runs them around a module."""
         self.depth = 0
         """Running calls of the model, one in the other."""
+        self.runs_functions = False
+        """Whether an operation ran functions that it was given, such as the branches of ``torch.cond``."""
+
+    tries_branches: ClassVar[bool] = False
+    """Whether both branches of ``torch.cond`` run."""
 
     @abstractmethod
     def operation(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -68,6 +78,10 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, OperatorBase) and isinstance(func, HigherOrderOperator):  # the first costs less
+            self.runs_functions = True
+            if torch.is_grad_enabled():
+                args = self._watching_captures(func, args, kwargs)
         reads = self.touches(args) or (kwargs and self.touches(kwargs.values()))
         if not reads or self.looks_away or not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -76,6 +90,30 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
             with self:
                 return body(*args, **kwargs)
         return self.operation(func, args, kwargs)
+
+    def _watching_captures(
+        self, operator: HigherOrderOperator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the arguments with functions that refuse to read watched tensors that are no arguments.
+
+        torch.compile would make what they capture arguments, and only arguments have gradients.
+        """
+        mode = _RefusingCaptures(operator, self.watched, tensors_of((args, dict(kwargs))))
+        # A graph has parameters as arguments.
+        args = tuple(
+            mode.wrapped(arg) if isinstance(arg, _FUNCTIONS) and not isinstance(arg, GraphModule) else arg
+            for arg in args
+        )
+        if self.tries_branches and str(operator) == "cond":
+            for branch in args[1:3]:  # the samples of this pass take one of them
+                try:
+                    with torch.no_grad():
+                        branch(*args[3])
+                except UnsupportedModelError:
+                    raise
+                except MODEL_FAILURES as error:
+                    refuse_machine_failure(error)
+        return args
 
     def touches(self, values: Iterable[Any]) -> bool:
         """Whether a watched tensor is among the arguments."""
@@ -129,6 +167,37 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     def _note_order(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("input")
         self.packed_order = getattr(given, "sorted_indices", None)
+
+
+class _RefusingCaptures(TorchFunctionMode):
+    """Refuses to read watched tensors that are no arguments of an operator, inside the functions that it runs."""
+
+    def __init__(
+        self, operator: HigherOrderOperator, watched: dict[int, Tensor], given: list[Tensor]
+    ) -> None:
+        super().__init__()
+        self._operator, self._watched, self._given = operator, watched, given
+
+    def wrapped(self, function: Function) -> Function:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return run
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        captured = any(
+            id(leaf) in self._watched and all(leaf is not given for given in self._given)
+            for leaf in tensors_of((args, kwargs))
+        )
+        if captured and tensors_of(result):  # not a shape
+            raise UnsupportedModelError(
+                f"A function that the operator {self._operator} runs reads a parameter, or a tensor that depends on "
+                "one, that is not among the operator's arguments. Hooks run the model without torch.compile, where "
+                "torch computes no gradient of it. Use gradient_computer='iterative'."
+            )
+        return result
 
 
 @cache

@@ -82,6 +82,8 @@ class Plan:
     """The rules that computed each parameter's gradient in the last pass."""
     escaped: Sequence[str] = ()
     """Parameters that f depended on in another way in the last pass."""
+    runs_functions: bool = False
+    """Whether an operation ran functions that it was given, such as the branches of ``torch.cond``."""
     has_other_leaves: bool = True
     """Whether f may depend on tensors that require grad and are no parameters, as far as autograd knows."""
 
@@ -145,6 +147,7 @@ def make_plan(
         plan = Plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
+            runs_functions=two.runs_functions or three.runs_functions,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
         )
         pairs = _relevant(two, three, plan)

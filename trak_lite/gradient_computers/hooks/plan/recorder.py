@@ -92,6 +92,8 @@ def grows_twice(two: Sequence[int], three: Sequence[int]) -> bool:
 class Recorder(AbstractInterceptor):
     """Records every operation that depends on a kept parameter, and runs it unchanged."""
 
+    tries_branches = True
+
     def __init__(self, kept: Kept, smaller: Recorder | None = None) -> None:
         """Prepare a forward pass; ``smaller`` recorded a smaller batch, and shows the axes that grow."""
         super().__init__()
