@@ -29,7 +29,7 @@ from trak_lite.gradient_computers.parameters import Kept, differentiating_only, 
 from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
 from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of_mixing, refuse_random
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
+from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, refuse_changing, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -432,6 +432,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             some = map_tensors(Tensor.detach, take_rows(batch, slice(0, 8)))
             refuse_random(self, some)
             if self._takes_samples_alone and depends_on_batch(self, some):
+                refuse_changing(self, some)
                 self.look_at_mixing()
             self._is_repeatable = True
 
