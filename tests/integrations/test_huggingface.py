@@ -17,6 +17,7 @@ from trak_lite import Attributor, Rows, TRAKer
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import resolve_task
+from trak_lite.parallel.ranks import Ranks
 
 huggingface = Late("trak_lite.integrations.huggingface")
 MODELS = {
@@ -261,6 +262,34 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, 
     opened = Attributor.open(folder / "a.zarr", hub.made(MODELS[name]), **settings)
     found = np.asarray(opened.score(rows, name="second", method="GradDot"))
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
+
+
+class SecondOfTwo(Ranks):
+    """A rank that comes to ``on_save`` while the first one still saves: what that answers, it does afterwards."""
+
+    def __init__(self, save):
+        self.save = save
+
+    def broadcast(self, what, value):
+        self.save()
+        return value()
+
+
+def test_a_rank_that_comes_before_the_file_is_there_records_where_it_will_be(tmp_path, monkeypatch):
+    trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
+    attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+    folder = tmp_path / "out" / "checkpoint-3"
+    second = SecondOfTwo(lambda: trainer.model.save_pretrained(folder))
+    monkeypatch.setattr(
+        "trak_lite.featurizing.session.joined_ranks", lambda *call, **kind: nullcontext(second)
+    )
+    rows = trainer.train_dataset.remove_columns("text")
+    callback = huggingface.FeaturizeCallback(attributor, rows)
+    callback.on_save(trainer.args, transformers.TrainerState(global_step=3), None)
+    found = Attributor.open(tmp_path / "a.zarr", hub.made(hub.gpt2, seed=1), collate=trainer.data_collator)
+    assert (
+        found.score(rows, name="itself", method="GradDot").shape == (len(hub.LENGTHS),) * 2
+    )
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -116,7 +116,9 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
 
 
 def test_a_trainer_and_a_saver_of_the_older_package_are_taken(tmp_path):
-    older = pytest.importorskip("pytorch_lightning", reason="tested where pytorch-lightning is installed, too")
+    older = pytest.importorskip(
+        "pytorch_lightning", reason="tested where pytorch-lightning is installed, too"
+    )
 
     class Older(older.LightningModule):
         forward, configure_optimizers = Digits.forward, Digits.configure_optimizers
