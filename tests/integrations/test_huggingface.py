@@ -287,9 +287,7 @@ def test_a_rank_that_comes_before_the_file_is_there_records_where_it_will_be(tmp
     callback = huggingface.FeaturizeCallback(attributor, rows)
     callback.on_save(trainer.args, transformers.TrainerState(global_step=3), None)
     found = Attributor.open(tmp_path / "a.zarr", hub.made(hub.gpt2, seed=1), collate=trainer.data_collator)
-    assert (
-        found.score(rows, name="itself", method="GradDot").shape == (len(hub.LENGTHS),) * 2
-    )
+    assert found.score(rows, name="itself", method="GradDot").shape == (len(hub.LENGTHS),) * 2
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
