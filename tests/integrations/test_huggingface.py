@@ -17,7 +17,6 @@ from trak_lite import Attributor, Rows, TRAKer
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import resolve_task
-from trak_lite.parallel.ranks import Ranks
 
 huggingface = Late("trak_lite.integrations.huggingface")
 MODELS = {
@@ -264,25 +263,17 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, 
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
 
 
-class SecondOfTwo(Ranks):
-    """A rank that comes to ``on_save`` while the first one still saves: what that answers, it does afterwards."""
-
-    def __init__(self, save):
-        self.save = save
-
-    def broadcast(self, what, value):
-        self.save()
-        return value()
-
-
 def test_a_rank_that_comes_before_the_file_is_there_records_where_it_will_be(tmp_path, monkeypatch):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
     attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
     folder = tmp_path / "out" / "checkpoint-3"
-    second = SecondOfTwo(lambda: trainer.model.save_pretrained(folder))
-    monkeypatch.setattr(
-        "trak_lite.featurizing.session.joined_ranks", lambda *call, **kind: nullcontext(second)
-    )
+
+    def answered(rank, what, value):
+        """What rank 0 answers when it has saved."""
+        trainer.model.save_pretrained(folder)
+        return value()
+
+    monkeypatch.setattr("trak_lite.parallel.ranks.Ranks.broadcast", answered)
     rows = trainer.train_dataset.remove_columns("text")
     callback = huggingface.FeaturizeCallback(attributor, rows)
     callback.on_save(trainer.args, transformers.TrainerState(global_step=3), None)
