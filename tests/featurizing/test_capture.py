@@ -352,6 +352,21 @@ def test_of_a_sample_that_a_batch_holds_twice_the_first_is_taken():
     close(stored(made), gradients(made.model, x, y), rtol=RTOL)
 
 
+BORDERS = {"position_ids": [[0, 1, 2, 0, 1]], "seq_idx": [[0, 0, 0, 1, 1]], "cu_seq_lens_q": [0, 3, 5]}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_a_batch_of_joined_texts_is_refused_by_what_joins_them(name):
+    ids = torch.arange(5)[None]
+    batch = {"input_ids": ids, "labels": ids, name: torch.tensor(BORDERS[name])}
+    said = rf"joins 2 texts .* in \['{name}'\].*padding_free=False"
+    with attributor(Network()).capture(data(), "epoch-0") as capture:
+        with pytest.raises(errors.InvalidInputError, match=said):
+            capture(batch, [0, 1])
+        with pytest.raises(errors.InvalidInputError, match="for a batch of 1 samples"):
+            capture({"input_ids": ids}, [0, 1])
+
+
 def test_mistakes_are_named():
     made, (x, y) = attributor(Network()), data().tensors
     few = (x[:4], y[:4])

@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import itertools
 import logging
 import os
+import random
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -376,6 +378,22 @@ def test_a_model_that_is_random_in_eval_mode_is_refused_by_every_computer_at_onc
     with pytest.raises(UnsupportedModelError, match=rf"draws random numbers in eval mode \({kind}\)"):
         attributor(model, computer).featurize(labelled(rows(5).float()))
     assert torch.equal(before, torch.get_rng_state())
+
+
+OUTSIDE = {
+    "python": random.Random(0).random,
+    "numpy": np.random.default_rng(0).random,
+    "counter": itertools.count(1).__next__,
+}
+
+
+@pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
+@pytest.mark.parametrize("source", OUTSIDE)
+def test_an_f_that_draws_outside_torch_or_counts_is_refused_for_that_and_no_other_reason(source, computer):
+    model, _ = hooked(lambda s, x: s.b(s.a(x).tanh()) * OUTSIDE[source]())
+    said = r"^Net: f of the same sample has other values in other passes.*, or use a constant\.$"
+    with pytest.raises(UnsupportedModelError, match=said):
+        attributor(model.float(), computer).featurize(labelled(rows(5).float()))
 
 
 def test_a_model_whose_f_does_not_depend_on_what_it_draws_is_taken():

@@ -263,6 +263,24 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, 
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
 
 
+def test_a_rank_that_comes_before_the_file_is_there_records_where_it_will_be(tmp_path, monkeypatch):
+    trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
+    attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+    folder = tmp_path / "out" / "checkpoint-3"
+
+    def answered(rank, what, value):
+        """What rank 0 answers when it has saved."""
+        trainer.model.save_pretrained(folder)
+        return value()
+
+    monkeypatch.setattr("trak_lite.parallel.ranks.Ranks.broadcast", answered)
+    rows = trainer.train_dataset.remove_columns("text")
+    callback = huggingface.FeaturizeCallback(attributor, rows)
+    callback.on_save(trainer.args, transformers.TrainerState(global_step=3), None)
+    found = Attributor.open(tmp_path / "a.zarr", hub.made(hub.gpt2, seed=1), collate=trainer.data_collator)
+    assert found.score(rows, name="itself", method="GradDot").shape == (len(hub.LENGTHS),) * 2
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(order, tmp_path):
     """The trainer leaves its 16 bit forward in the model when training begins."""

@@ -59,12 +59,12 @@ def built():
     return Digits()
 
 
-def fit(module, folder, *callbacks, rows=ROWS, epochs=2, start=None, saves=True):
+def fit(module, folder, *callbacks, rows=ROWS, epochs=2, start=None, saves=True, package=pl):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     settings = {"max_epochs": epochs, "accelerator": "cpu", "log_every_n_steps": 1, **quiet}
     saving = saves and bool(callbacks)
     callbacks = list(callbacks)
-    trainer = pl.Trainer(
+    trainer = package.Trainer(
         default_root_dir=folder, callbacks=callbacks, enable_checkpointing=saving, **settings
     )
     loaders = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(ROWS, batch_size=6)
@@ -115,6 +115,29 @@ def test_every_saved_checkpoint_is_featurized_with_the_weights_in_its_file(tmp_p
     assert "ckpt-3" not in zarr.open(tmp_path / "a.zarr", mode="r")
 
 
+def test_a_trainer_and_a_saver_of_the_older_package_are_taken(tmp_path):
+    older = pytest.importorskip(
+        "pytorch_lightning", reason="tested where pytorch-lightning is installed, too"
+    )
+
+    class Older(older.LightningModule):
+        forward, configure_optimizers = Digits.forward, Digits.configure_optimizers
+        training_step, validation_step = Digits.training_step, Digits.validation_step
+
+        def __init__(self):
+            super().__init__()
+            self.model = built().model
+
+    module = Older()
+    attributor = Attributor(module.model, "image_classification", tmp_path / "a.zarr", **EXACT)
+    saver = older.callbacks.ModelCheckpoint(tmp_path / "ckpt", filename="{epoch}", save_top_k=-1)
+    fit(module, tmp_path, saver, lightning.FeaturizeCallback(attributor, ROWS), package=older)
+    assert len(in_order(tmp_path)) == 2
+    for number, file in enumerate(in_order(tmp_path)):
+        rows = expected_rows(torch.load(file, weights_only=True)["state_dict"])
+        np.testing.assert_allclose(stored_rows(tmp_path / "a.zarr", number), rows, rtol=1e-5, atol=1e-6)
+
+
 def test_training_is_bitwise_the_same_with_and_without_the_callback(tmp_path):
     found = []
     for name, watched in (("alone", False), ("watched", True)):
@@ -153,7 +176,10 @@ def test_a_resumed_training_may_overwrite_its_files_and_a_new_one_may_not(tmp_pa
 def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_named(tmp_path):
     file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
     torch.save({"state_dict": state, "hyper_parameters": {"setting": Digits}}, file)
-    with pytest.raises(CheckpointError, match="without running code from them"):
+    said = (
+        r"load failed\). .*without running code from them.*that you trust.*ckpt_weights, weights_only=False\)"
+    )
+    with pytest.raises(CheckpointError, match=said):
         lightning.ckpt_weights(file, prefix="model.")
     found = lightning.ckpt_weights(file, prefix="model.", weights_only=False)
     assert {name: value.tolist() for name, value in found.items()} == {"weight": [1.0, 1.0]}

@@ -178,6 +178,10 @@ def files(tmp_path):
 UNREADABLE = ("evil.pt", "evil2.pt", "torn.pt", "torn.safetensors", "empty.pt")
 REFUSED: list[tuple[Any, str]] = [
     *((name, rf"Cannot read the checkpoint .*{name}") for name in UNREADABLE),
+    (
+        "evil2.pt",
+        r"evil2\.pt \(UnpicklingError: Weights only load failed\)\. Files .* best with safetensors\.$",
+    ),
     ("nowhere", "no checkpoint at .*nowhere"),
     ("empty", "holds no checkpoint.*safetensors"),
     ("list.pt", "holds no state dict: found list"),
@@ -193,6 +197,11 @@ REFUSED: list[tuple[Any, str]] = [
         {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)},
         r"missing: \['bias'\]; unexpected: \['extra'\].*\(2, 4\) instead of \(2, 3\)",
     ),
+    (
+        {f"net.{name}": value for name, value in {**filled(1.0), "more": torch.zeros(1)}.items()},
+        r"All names have the prefix 'net\.' there: pass a checkpoint_loader .*ckpt_weights, prefix='net\.'\)",
+    ),
+    ({"net.weight": torch.ones(2, 3)}, r"unexpected: \['net.weight'\]\. Build the model"),
     ({name: value.numpy() for name, value in filled(1.0).items()}, r"weight ndarray instead of \(2, 3\)"),
 ]
 

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +103,8 @@ def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path, check):
     torch.save(content, tmp_path / "a.ckpt")
     torch.save({**content, "optimizer_states": [state["optimizer"]] * 2}, tmp_path / "two.ckpt")
     check(net, optimizer, tmp_path / "a.ckpt", lambda path: net.state_dict())
+    torch.save({**content, "hyper_parameters": Path("x")}, tmp_path / "unsafe.ckpt")
+    check(net, optimizer, tmp_path / "unsafe.ckpt", lambda path: state)
     with pytest.raises(CheckpointError, match="2 optimizers"):
         check(net, optimizer, tmp_path / "two.ckpt", lambda path: net.state_dict())
 

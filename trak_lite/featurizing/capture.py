@@ -22,7 +22,7 @@ from torch import Tensor
 from trak_lite._devices import undisturbed
 from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
-from trak_lite.data.packed import Documents
+from trak_lite.data.packed import BORDERS, Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
 from trak_lite.featurizing.row_checks import naming_rows
 from trak_lite.featurizing.rows import HostRows, RowPass
@@ -131,6 +131,13 @@ class Capture:
         given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
         numbers = checked_indices(given, len(self._rows), self._rows.what)
         batch = self._marks.marked(batch)
+        borders = [name for name in BORDERS if name in batch] if isinstance(batch, Mapping) else []
+        if borders and len(numbers) > 1 and len(batch.get("input_ids", ())) == 1:
+            raise InvalidInputError(
+                f"The batch joins {len(numbers)} texts in one row of input_ids, with borders in {borders}. Capture "
+                "needs a row per text: train with padding_free=False and packing=False, or featurize the saved "
+                "checkpoints instead."
+            )
         if len(numbers) != batch_size(batch):
             raise InvalidInputError(
                 f"The rows {numbers.tolist()} were given for a batch of {batch_size(batch)} samples. Expected one "

@@ -34,7 +34,7 @@ from trak_lite.gradient_computers.randomness import (
     refuse_reading_of_flags,
 )
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, structure_of
+from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, refuse_changing, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -438,6 +438,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             refuse_random(self, some)
             refuse_reading_of_flags(self, some, kept)
             if self._takes_samples_alone and depends_on_batch(self, some):
+                refuse_changing(self, some)
                 self.look_at_mixing()
             self._is_repeatable = True
 

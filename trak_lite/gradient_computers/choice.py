@@ -98,6 +98,8 @@ def choose_gradient_computer(
     own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
     if errors["iterative"] in own:
         raise own[0] from errors["iterative"]
+    if len(set(map(str, errors.values()))) == 1:
+        raise errors["iterative"]
     raise UnsupportedModelError(
         f"No gradient computer is exact for this model. {_reasons(errors)} Change the model there, or leave out of "
         "grad_wrt the parameters that it uses there."

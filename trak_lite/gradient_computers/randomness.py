@@ -89,12 +89,18 @@ def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
         return before.has_moved()
 
 
-def _outputs(computer: CheckedComputer, parts: Iterable[Batch], seed: int = 0) -> Tensor:
+def outputs_of(computer: CheckedComputer, parts: Iterable[Batch], seed: int = 0) -> Tensor:
     """Return f of the samples of some batches, in order, with random numbers that start from a seed."""
     with restoring_draws(computer.model, seed), torch.enable_grad():  # without gradients a checkpoint warns
         found = torch.cat([computer.terms(part).output.detach() for part in parts])
     computer.undo_passes()
     return found
+
+
+def differ(values: Tensor) -> bool:
+    """Whether f of some samples ``(passes, B)`` differs between passes by more than rounding; false if any is NaN."""
+    wide = values.to(wide_dtype(values.device))
+    return float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max())
 
 
 class _Draws(TorchFunctionMode):
@@ -129,9 +135,9 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, 
     """
 
     def difference(batch: Batch) -> tuple[float, torch.dtype]:
-        together = _outputs(computer, [batch])
+        together = outputs_of(computer, [batch])
         starts = range(0, len(together), size)
-        alone = _outputs(computer, [take_rows(batch, slice(start, start + size)) for start in starts])
+        alone = outputs_of(computer, [take_rows(batch, slice(start, start + size)) for start in starts])
         return _error(alone, together), together.dtype
 
     return _exceeds_rounding(computer, batch, difference, sure=sure)
@@ -148,9 +154,9 @@ def refuse_reading_of_flags(computer: CheckedComputer, batch: Batch, kept: Kept)
         return
 
     def difference(batch: Batch) -> tuple[float, torch.dtype]:
-        own = _outputs(computer, [batch])
+        own = outputs_of(computer, [batch])
         with differentiating_only(model.parameters(), kept):
-            return _error(_outputs(computer, [batch]), own), own.dtype
+            return _error(outputs_of(computer, [batch]), own), own.dtype
 
     if _exceeds_rounding(computer, take_rows(batch, [0]), difference):
         raise UnsupportedModelError(
@@ -235,9 +241,8 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         if not found:
             return
         drawn = stack.enter_context(_Draws(computer.model))
-        values = torch.stack([_outputs(computer, parts, seed) for seed in range(4)])
-    wide = values.to(wide_dtype(values.device))
-    if float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max()):  # false if any is NaN
+        values = torch.stack([outputs_of(computer, parts, seed) for seed in range(4)])
+    if differ(values):
         raise UnsupportedModelError(
             f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
             "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
@@ -316,7 +321,7 @@ def _refuse_changed_buffers(
     ]
     if not changed:
         return
-    pairs = [(_outputs(computer, [part]), _outputs(computer, [part])) for part in parts]
+    pairs = [(outputs_of(computer, [part]), outputs_of(computer, [part])) for part in parts]
     one, other = map(torch.cat, zip(*pairs, strict=True))
     rounding = 64 * torch.finfo(one.dtype).eps
     if float((other - one).abs().max()) > rounding * float(one.abs().max()):  # false if any is NaN

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
@@ -28,7 +28,7 @@ from trak_lite.data.batches import (
 )
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.parameters import Kept
-from trak_lite.gradient_computers.randomness import draws_numbers, restoring_draws
+from trak_lite.gradient_computers.randomness import differ, draws_numbers, outputs_of, restoring_draws
 from trak_lite.gradient_computers.reference import (
     CheckedComputer,
     SeenDtypes,
@@ -37,6 +37,7 @@ from trak_lite.gradient_computers.reference import (
     in_float64,
     widened,
 )
+from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.models.tree import ModelTree
 from trak_lite.types import Batch, BlockSink, GradientBlock
 
@@ -461,7 +462,7 @@ def _equal_in_float64(
     exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
     wrong = [differences for _, differences in found if _wrong(differences, exact) is not None]
     if wrong and seen.dtypes == {torch.float64}:
-        _refuse(computer, wrong[0], exact)
+        _refuse(computer, take_rows(batch, positions), wrong[0], exact)
     return None if wrong else [own for own, _ in found]
 
 
@@ -499,7 +500,7 @@ def _refuse_beyond_spread(
         for name, known in spread.items():
             seen = _SPREAD * known.error / max(known.norm, 1e-2 * largest, known.unit)
             limits[name] = max(ties[name], seen) if equal else min(max(rounding[name], seen), ties[name])
-        _refuse(computer, differences, limits)
+        _refuse(computer, take_rows(batch, [position]), differences, limits)
 
 
 def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
@@ -511,12 +512,43 @@ def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
     return None
 
 
-def _refuse(computer: CheckedComputer, differences: _Differences, allowed: _Limits) -> None:
+def _refuse(computer: CheckedComputer, batch: Batch, differences: _Differences, allowed: _Limits) -> None:
     name = _wrong(differences, allowed)
     if name is not None:
+        refuse_changing(computer, batch)
         known = differences[name]
         raise SelfCheckError(
             f"The self-check failed: the gradient of {name!r} differs from autograd's on one sample alone by "
             f"{known.error:.3g}, where its norm is {known.norm:.3g}. Expected equality up to rounding. "
             f"{computer.advice}"
         )
+
+
+def refuse_changing(computer: CheckedComputer, batch: Batch) -> None:
+    """Raise if f of the same samples differs from pass to pass although torch draws the same numbers.
+
+    It takes several passes, and is only called where the model would be refused, or a warning given, anyway.
+
+    Raises:
+        SelfCheckError: If f differs in float64 or, where the model does not run in it, in its own dtype.
+    """
+    if is_sharded(computer.model):  # every pass needs all ranks
+        return
+    computer.undo_passes()
+    alone = [take_rows(batch, [row]) for row in range(min(batch_size(batch), _SAMPLES_AT_FIRST))]
+    for is_wide in (True, False) if fits_in_float64(computer.model) else (False,):
+        try:
+            with in_float64(computer.model) if is_wide else nullcontext():
+                parts = [map_tensors(widened, part) for part in alone] if is_wide else alone
+                values = torch.stack([outputs_of(computer, parts) for _ in range(4)])
+        except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
+            refuse_machine_failure(error)
+            continue
+        if differ(values):
+            raise SelfCheckError(
+                f"{class_of(computer.model).__name__}: f of the same sample has other values in other passes, so its "
+                "gradient is not defined. Something draws random numbers that torch.manual_seed does not set (random, "
+                "NumPy, a generator of its own), or changes what it reads. Expected an f of the sample and the weights "
+                "alone: draw from a seed in the row, as the task 'diffusion' does, or use a constant."
+            )
+        return

@@ -73,8 +73,15 @@ class FeaturizeCallback(SavedFeatures, TrainerCallback):
     ) -> None:
         """Featurize the checkpoint that was just saved."""
         folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        weights = weights_inside(folder)
-        checkpoint = Checkpoint(folder.name, None if weights is None else str(weights.absolute()), None)
+
+        def saved() -> str | None:
+            weights = weights_inside(folder)
+            return None if weights is None else str(weights.absolute())
+
+        # The trainer saves on rank 0, and the others do not wait for it.
+        with self._attributor._run.joined(f"on_save of {folder.name}") as ranks:
+            source = ranks.broadcast("where the weights are", saved)
+        checkpoint = Checkpoint(folder.name, source, None)
         # Pass an iterator, so that the attributor does not search the model's changing weights for this checkpoint.
         self._featurize(iter([checkpoint]))
 

@@ -1,4 +1,4 @@
-"""Lightning: featurizes at each checkpoint that a ``lightning`` trainer saves, and reads weights of ``.ckpt`` files.
+"""Lightning: featurizes at each checkpoint that a trainer saves, and reads weights of ``.ckpt`` files.
 
 Example::
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from trak_lite.attributor import Attributor
@@ -107,8 +106,9 @@ def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = Tru
     return with_versions(found, versions)
 
 
-def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
-    return [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
+def _savers(trainer: Trainer) -> list[Any]:
+    """Return the ``ModelCheckpoint`` callbacks, which are of another class in the package ``pytorch_lightning``."""
+    return [saver for saver in trainer.checkpoint_callbacks if hasattr(saver, "best_k_models")]
 
 
 def _saved_files(trainer: Trainer) -> set[tuple[Path, int]]:

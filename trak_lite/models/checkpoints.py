@@ -59,6 +59,7 @@ HUGGING_FACE_FILES = (
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
 _EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
+_LIGHTNING = "checkpoint_loader=partial(ckpt_weights, {}) of trak_lite.integrations.lightning"
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -301,9 +302,15 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=weights_only)
     except _UNREADABLE as error:
+        said, more = summary(error), ""
+        if isinstance(error, pickle.UnpicklingError):
+            said = said.partition(". ")[0]  # what follows is advice for torch.load
+            if path.suffix == ".ckpt":
+                loader = _LIGHTNING.format("weights_only=False")
+                more = f" Of a file that you trust, {loader} reads objects of custom classes (hyperparameters), too."
         raise CheckpointError(
-            f"Cannot read the checkpoint {path} ({summary(error)}). Files are "
-            "read without running code from them; save a plain state dict, best with safetensors."
+            f"Cannot read the checkpoint {path} ({said}). Files are "
+            f"read without running code from them; save a plain state dict, best with safetensors.{more}"
         ) from error
 
 
@@ -444,9 +451,16 @@ def _load_state(
     if missing or unexpected or shapes:
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
         text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
+        advice = "Build the model that the checkpoint was saved from."
+        if missing and (prefix := _common_prefix(missing, unexpected)):
+            loader = _LIGHTNING.format(f"prefix={prefix!r}")
+            advice = (
+                f"All names have the prefix {prefix!r} there: pass a checkpoint_loader that removes it, or for a file "
+                f"of Lightning {loader}."
+            )
         raise CheckpointError(
             f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
-            "Build the model that the checkpoint was saved from."
+            f"{advice}"
         )
     given = {
         # Modules may keep and change a value that is no tensor.
@@ -457,6 +471,13 @@ def _load_state(
     # where no version is recorded, use the model's.
     versions = {**module_versions(held), **versions}
     model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors omits tied names
+
+
+def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return the prefix with which all missing names are among the unexpected ones; empty if there is none."""
+    others = set(unexpected)
+    prefixes = (name.removesuffix(missing[0]) for name in unexpected if name.endswith(f".{missing[0]}"))
+    return next((prefix for prefix in prefixes if all(prefix + name in others for name in missing)), "")
 
 
 def _keep_others(

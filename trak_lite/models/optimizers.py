@@ -6,6 +6,7 @@ built with ``model.named_parameters()``, or from the order and the shapes of the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
@@ -198,7 +199,12 @@ def _places(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
         beside = (path if path.is_dir() else path.parent) / _BESIDE
         yield str(beside), {"optimizer": read_content(beside)} if beside.is_file() else None
     elif path is not None and path.suffix != ".safetensors":
-        yield str(path), read_content(path)
+        content = None
+        with contextlib.suppress(
+            CheckpointError
+        ):  # a loader may read what is refused here; others raise this again
+            content = read_content(path)
+        yield str(path), content
     if checkpoint.load is not None and (path is None or path.name not in HUGGING_FACE_FILES):
         yield f"the state dict of checkpoint {checkpoint.name!r}", checkpoint.load()
 

@@ -32,7 +32,13 @@ from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.reference import fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import MixedSamplesError, Samples, compare, draws_masks
+from trak_lite.gradient_computers.self_check import (
+    MixedSamplesError,
+    Samples,
+    compare,
+    draws_masks,
+    refuse_changing,
+)
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
@@ -394,6 +400,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         if count < 2 or trains or not fits_in_float64(self.model):
             return
         if depends_on_batch(self, batch, -(-count // 2), sure=True):
+            refuse_changing(self, batch)
             raise MixedSamplesError(refusal_of_mixing(self.model))
 
     def _run(self, plan: Plan, part: _Part, sink: BlockSink) -> OutputTerms:
