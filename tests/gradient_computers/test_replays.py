@@ -183,7 +183,7 @@ REPLAYED = {
     "fails for its shape": lambda: Net(factor=lambda s, x: 2.0 if succeeds(x.view, -1, 7) else 3.0),
     "constants of Python": lambda: Net(factor=lambda s, x: torch.tensor([1.0, 2.0, 3.0]) * torch.from_numpy(ONES)),
     "constants of a trace": traced,
-    "runs a layer twice": lambda: Net(lambda s, x: s.last(torch.tanh(s.first(x) + s.first(x * 2)))),
+    "has no rule": lambda: Net(lambda s, x: torch.lerp(s.logits(x), s.shift, 0.5), shift=nn.Parameter(torch.randn(3))),
 }  # fmt: skip
 
 
