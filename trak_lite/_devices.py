@@ -266,7 +266,8 @@ def switched_off(backend: Any, is_needed: bool) -> Iterator[None]:
 def rng_state(device: torch.device) -> Tensor:
     """Return the random state of a device's default generator."""
     module, arguments = _generator(device)
-    state: Tensor = module.get_rng_state(*arguments)
+    # Lifted as torch.tensor does, from which a recording knows that this thread has made it.
+    state: Tensor = torch.ops.aten.lift_fresh(module.get_rng_state(*arguments))
     return state
 
 

@@ -184,6 +184,7 @@ REPLAYED = {
     "fails for its shape": lambda: Net(factor=lambda s, x: 2.0 if succeeds(x.view, -1, 7) else 3.0),
     "constants of Python": lambda: Net(factor=lambda s, x: torch.tensor([1.0, 2.0, 3.0]) * torch.from_numpy(ONES)),
     "constants of a trace": traced,
+    "has no rule": lambda: Net(lambda s, x: torch.lerp(s.logits(x), s.shift, 0.5), shift=nn.Parameter(torch.randn(3))),
 }  # fmt: skip
 
 
