@@ -1,8 +1,10 @@
 """Replays of recorded passes: the same bits as the pass, or the pass itself."""
 
+import argparse
 import contextvars
 import ctypes
 import functools
+import gc
 import itertools
 import logging
 import math
@@ -44,6 +46,7 @@ TASK = resolve_task("image_classification")
 CALLS = contextvars.ContextVar("calls", default=0)
 READ_OUTSIDE = {"factor": 1.0, "calls": 0}
 FACTOR, SETTINGS = 1.0, types.SimpleNamespace(factor=1.0)
+ARGUMENTS, REPLACED = argparse.Namespace(factor=1.0), types.SimpleNamespace(factor=1.0)
 OF_CONTEXT = contextvars.ContextVar("factor", default=1.0)
 ONES = np.ones(3, dtype=np.float32)
 POOL, THREAD = futures.ThreadPoolExecutor(1), threading.local()
@@ -271,6 +274,12 @@ def in_a_thread(x):
         return pool.submit(lambda: x > 0).result()
 
 
+def in_a_thread_after_a_collection(x):
+    found = in_a_thread(x)
+    gc.collect()
+    return found
+
+
 def in_a_thread_that_holds_it(x):
     def work():
         THREAD.positive = x > 0
@@ -307,6 +316,7 @@ NOT_REPLAYED = {
     "splits by a tensor": lambda: doubles(split_by_a_tensor),
     "selects by mask": lambda: Net(selects_by_mask),
     "computes in a thread": lambda: doubles(in_a_thread),
+    "computes in a thread, and collects": lambda: doubles(in_a_thread_after_a_collection),
     "computes in a thread that holds it": lambda: doubles(in_a_thread_that_holds_it),
     "catches a failure": lambda: Net(factor=lambda s, x: 2.0 if succeeds(torch.linalg.cholesky, -x.T @ x) else 3.0),
     "catches a failed check": lambda: Net(
@@ -476,6 +486,18 @@ class Settings:
     factor = 1.0
 
 
+class Derived(Settings): ...
+
+
+class Reader:
+    def __call__(self, s, x):
+        return FACTOR
+
+
+def by_factor(one, s, x):
+    return one * FACTOR
+
+
 def of_a_cell():
     factor = 1.0
 
@@ -492,6 +514,17 @@ OUTSIDE = {
     "an object": (lambda s, x: SETTINGS.factor, lambda value: setattr(SETTINGS, "factor", value)),
     "a context": (lambda s, x: OF_CONTEXT.get(), lambda value: OF_CONTEXT.set(value)),
     "a cell": of_a_cell(),
+    "a function inside": (
+        lambda s, x: sum(FACTOR for _ in range(1)),
+        lambda value: globals().update(FACTOR=value),
+    ),
+    "a base class": (lambda s, x: Derived.factor, lambda value: setattr(Settings, "factor", value)),
+    "an object that is called": (Reader(), lambda value: globals().update(FACTOR=value)),
+    "a partial function": (functools.partial(by_factor, 1.0), lambda value: globals().update(FACTOR=value)),
+    "arguments of a command": (
+        lambda s, x: ARGUMENTS.factor,
+        lambda value: setattr(ARGUMENTS, "factor", value),
+    ),
 }
 
 
@@ -512,6 +545,23 @@ def test_batches_in_which_code_finds_another_value_outside_the_model_run_the_pas
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
     assert run.passes < before + 12, "a value that stays is recorded"
     put(1.0)
+
+
+def test_an_object_outside_the_model_that_is_replaced_runs_the_pass(monkeypatch):
+    monkeypatch.setitem(globals(), "REPLACED", types.SimpleNamespace(factor=1.0))
+    model, run = replaying(lambda: Net(factor=lambda s, x: REPLACED.factor))
+    monkeypatch.setitem(globals(), "REPLACED", types.SimpleNamespace(factor=2.0))
+    batch, before = next(batches(1)), run.passes
+    torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert run.passes == before + 1
+
+
+def test_a_variable_of_a_script_with_the_name_of_an_attribute_ends_no_replays(monkeypatch):
+    run = Run(made(lambda: Net(factor=lambda s, x: x.new_tensor(2.0).real)))
+    for number, batch in enumerate(batches(12)):
+        monkeypatch.setitem(globals(), "real", float(number))
+        run(batch)
+    assert run.passes < 10
 
 
 @pytest.mark.parametrize(("count", "found"), [(31, "by the next comparison"), (NUM_BATCHES, "at the end")])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import to_device
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, refuse_machine_failure
+from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.types import Batch
 
 DEFAULT_BATCH_SIZE: Final = 32
@@ -94,7 +94,8 @@ def map_tensors(
         made = _remade(batch, batch, parts, from_list, functools.partial(map_tensors, function, other=other))
         is_same = made is not None and len(made) == len(parts)
         plain = parts if isinstance(batch, list) else tuple(parts)
-        return made if is_same and all(map(operator.is_, made, parts)) else plain
+        keeps = is_same and (hasattr(batch, "_fields") or all(map(operator.is_, made, parts)))
+        return made if keeps else plain
     return other(batch)
 
 
@@ -349,7 +350,17 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
 
     def rebuild(tensors: Sequence[Tensor]) -> Batch:
         replacement = iter(tensors)
-        return map_tensors(lambda tensor: next(replacement) if tensor.dim() else tensor, batch)
+
+        def put(tensor: Tensor) -> Tensor:
+            found = next(replacement, None) if tensor.dim() else tensor
+            if found is None:  # a copy without the constructor has more tensors than the entries
+                raise UnsupportedModelError(
+                    f"{type(batch).__name__}, the class of a batch, cannot be made of other tensors: its constructor "
+                    "refuses them. Let it take tensors of any values."
+                )
+            return found
+
+        return map_tensors(put, batch)
 
     return leaves, rebuild
 

@@ -315,6 +315,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         for position in positions:
             yield self._unchecked(), take_rows(batch, [position]), [0]
 
+    def enough_for(self, batch: Batch, positions: Sequence[int]) -> tuple[Batch, list[int]]:
+        """Return a part of a batch with some samples that shows as much of their gradients, and their places in it."""
+        return batch, list(positions)
+
     def _unchecked(self) -> Self:
         self.undo_passes()
         again = copy.copy(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dis
 import functools
 import io
 import itertools
@@ -103,6 +104,8 @@ class Outside:
 
     def __init__(self) -> None:
         self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
+        self._owners: list[tuple[Mapping[str, Any], str, Any]] = []
+        """Globals whose attributes are read, with their names."""
         self._cells: list[types.CellType] = []
         self._variables: list[contextvars.ContextVar[Any]] = []
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
@@ -116,16 +119,26 @@ class Outside:
         variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
         self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
         owners = [one for one in held if hasattr(one, "__dict__") and _is_of_users(one)]
-        places = [(function.__globals__, function.__globals__), *((one, vars(one)) for one in owners)]
+        places = [
+            (function.__globals__, function.__globals__),
+            *((base, vars(base)) for one in owners for base in _holders(one)),
+        ]
         for owner, namespace in places:
+            found = _globals_in if owner is function.__globals__ else _names_in
             names = {
-                name for name in function.__code__.co_names if type(namespace.get(name, self)) in _COMPARED
+                name for name in found(function.__code__) if type(namespace.get(name, self)) in _COMPARED
             }
             if names:
                 self._namespaces.setdefault(id(owner), (namespace, set()))[1].update(names)
+        for name in _globals_in(function.__code__):
+            owner = function.__globals__.get(name)
+            if owner is not None and any(id(base) in self._namespaces for base in _holders(owner)):
+                self._owners.append((function.__globals__, name, owner))
 
     def values(self) -> tuple[Any, ...] | None:
-        """Return the values as they are now, and their types; ``None`` if one is of another kind than before."""
+        """Return the values as they are now, and their types; ``None`` if one is of another kind or elsewhere."""
+        if any(namespace.get(name) is not owner for namespace, name, owner in self._owners):
+            return None
         if not self._getters:
             self._getters = [
                 (operator.itemgetter(*names, next(iter(names))), namespace)
@@ -206,7 +219,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
             return id(value)
         empty = types.CellType()
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
-        names = value.__code__.co_names
+        names = _names_in(value.__code__)
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         if outside is not None:
             outside.note(value, read)
@@ -214,6 +227,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         owners = [one for one in read if isinstance(one, type | types.ModuleType) and _is_of_users(one)]
         read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
         return [described(one) for one in (*cells, *read, *vars(value).values(), value.__defaults__)]
+    if isinstance(value, functools.partial):
+        return [described(one) for one in (value.func, value.args, value.keywords)]
     if isinstance(value, property | staticmethod | classmethod):
         return [described(one) for one in functions_of(value)]
     if isinstance(value, functools._lru_cache_wrapper):
@@ -230,10 +245,35 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     held = {name: getattr(value, name, None) for name in slots if not name.startswith("__")}
     if hasattr(value, "__dict__"):
         held |= vars(value)
+    if isinstance(call := vars(type(value)).get("__call__"), types.FunctionType):
+        held["__call__"] = call
     return [(name, described(one)) for name, one in held.items()] or repr(value)
+
+
+def _holders(owner: Any) -> Sequence[Any]:
+    """Return what an attribute of an owner may stand in: itself and its classes."""
+    if isinstance(owner, types.ModuleType):
+        return [owner]
+    bases = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
+    return [base for base in bases if hasattr(base, "__dict__") and base is not object]
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code reads, also in functions, lambdas and comprehensions inside it."""
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return tuple(dict.fromkeys((*code.co_names, *itertools.chain.from_iterable(map(_names_in, inner)))))
+
+
+@functools.cache
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals alone: those of attributes may be names of a script's variables."""
+    inner = (_globals_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    own = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    return frozenset(own).union(*inner)
 
 
 def _is_of_users(found: Any) -> bool:
     is_module = isinstance(found, types.ModuleType)
     package = _package_of(found.__name__ if is_module else getattr(found, "__module__", None))
-    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
+    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names - {"argparse"}

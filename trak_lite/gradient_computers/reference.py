@@ -54,6 +54,9 @@ class CheckedComputer(Protocol):
     def repeated(self, batch: Batch, positions: Sequence[int], /) -> Iterator[tuple[Any, Batch, list[int]]]:
         """Yield (computer without self-check, batch, positions in it) to stream some samples again."""
 
+    def enough_for(self, batch: Batch, positions: Sequence[int], /) -> tuple[Batch, list[int]]:
+        """Return a part of a batch with some samples that shows as much of their gradients, and their places in it."""
+
 
 def gradients_alone(
     computer: CheckedComputer, batch: Batch, row: int, kept: Kept, take: Callable[[str, Tensor], None]

@@ -451,10 +451,11 @@ def _equal_in_float64(
     if not fits_in_float64(computer.model):
         return None
     computer.undo_passes()
+    part, places = computer.enough_for(batch, positions)
     seen = SeenDtypes()
     try:
         with in_float64(computer.model), seen:
-            found = list(_repeated(computer, map_tensors(widened, batch), kept, positions))
+            found = list(_repeated(computer, map_tensors(widened, part), kept, places))
     except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
         refuse_machine_failure(error)
         logger.debug("Not compared in float64: %s", error)  # the model or the device does not support float64

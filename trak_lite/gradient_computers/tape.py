@@ -99,7 +99,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tensors from outside."""
         self._lifted: set[int] = set()
         """Those that Python has made in this thread, from numbers or arrays."""
-        self._collects = False
         self._anchored: set[int] = set()
         """Tensors from outside, accumulators, and their views: replays find them at the same place."""
         self._held: dict[int, Tensor] = {}
@@ -118,9 +117,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise torch._dynamo is imported at the first operation
 
     def __enter__(self) -> Tape:
-        self._collects = gc.isenabled()
-        gc.collect(0)
-        gc.disable()  # so that the youngest generation is what this block makes, in whichever thread
+        gc.freeze()  # so that gc.get_objects() is what this block makes, in whichever thread
         self._reading = _UnseenReads(self)
         self._reading.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -131,13 +128,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert self._reading is not None
         self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
         self._reading = None  # no cycle holds the tensors
-        young = set(map(id, gc.get_objects(0)))
-        if self._collects:
-            gc.enable()
+        young = set(map(id, gc.get_objects()))
         known = self._constants.items()
         made = [tensor for number, tensor in known if id(tensor) in young and self._is_unknown(number)]
         if made:
-            gc.collect(0)  # graphs of autograd, which hold tensors as a traced module holds its own
+            gc.collect()  # graphs of autograd, which hold tensors as a traced module holds its own
+        gc.unfreeze()
         if any(tensor._use_count() == 1 for tensor in made):  # type: ignore[attr-defined]
             self.refuse("it reads a tensor that was made where operations are not seen, as in another thread")
 

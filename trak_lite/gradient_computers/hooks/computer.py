@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from trak_lite._devices import Float32Products
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
-from trak_lite.errors import InvalidInputError, UnsupportedModelError, summary
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+    summary,
+)
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
@@ -28,7 +34,7 @@ from trak_lite.gradient_computers.parameters import (
     differentiating_only,
     select_parameters,
 )
-from trak_lite.gradient_computers.randomness import depends_on_batch, refusal_of_mixing
+from trak_lite.gradient_computers.randomness import depends_on_batch, outputs_of, refusal_of_mixing
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.reference import fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
@@ -158,15 +164,28 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._sharded = None
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
-        """Yield one computer without self-check for some samples, or for all if these may be mixed."""
-        again, count = self._unchecked(), batch_size(batch)
-        if count == 1 or any(plan.may_mix or plan.flattened for plan in self._plans.values()):
-            yield again, batch, list(positions)
-            return
-        # A sample alone would not show that it depends on another one, or draws other numbers at another place.
-        before = [(positions[0] + 1) % count] if len(positions) == 1 else []
-        rows = [*before, *positions]
-        yield again, take_rows(batch, rows), list(range(len(before), len(rows)))
+        """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
+        yield self._unchecked(), batch, list(positions)
+
+    def enough_for(self, batch: Batch, positions: Sequence[int]) -> tuple[Batch, list[int]]:
+        """Return a part with these samples, and their places in it, if they do not depend on the other samples."""
+        count = batch_size(batch)
+        if count > len(positions) and not any(
+            plan.may_mix or plan.flattened for plan in self._plans.values()
+        ):
+            # A sample alone could not show that it depends on another one.
+            rows = [*([(positions[0] + 1) % count] if len(positions) == 1 else []), *positions]
+            part = take_rows(batch, rows)
+            try:
+                whole, found = outputs_of(self, [batch])[rows], outputs_of(self, [part])
+            except MODEL_FAILURES as error:  # of a model for batches of one size
+                refuse_machine_failure(error)
+            else:
+                # Mixing of inputs is seen by f alone: hooks follow what depends on parameters.
+                rounding = 64 * torch.finfo(torch.float32).eps * float(whole.abs().max())
+                if whole.dtype in (torch.float32, torch.float64) and (whole - found).abs().max() <= rounding:
+                    return part, list(range(len(rows) - len(positions), len(rows)))
+        return batch, list(positions)
 
     def _unchecked(self) -> Self:
         again = super()._unchecked()
