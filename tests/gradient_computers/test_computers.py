@@ -1,6 +1,6 @@
 """Every gradient computer against a plain loop over autograd, one sample at a time, in float64."""
 
-from collections import UserDict
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
@@ -463,6 +463,11 @@ class Columns(NamedTuple):
     x: Tensor
 
 
+class Changing(namedtuple("Changing", "x scale")):
+    def __new__(cls, x, scale):
+        return super().__new__(cls, x, scale * 1.0)
+
+
 class Annotated(Columns):
     pass
 
@@ -493,6 +498,7 @@ OWN = {
     "list": lambda x: having(Listed([x]), scale=3.0),
     "tuple": lambda x: having(Paired((x,)), scale=3.0),
     "named tuple": lambda x: having(Annotated(x), scale=3.0),
+    "a named tuple that changes a field": lambda x: Changing(x, 3),
 }
 
 

@@ -281,6 +281,19 @@ def test_mixing_that_one_or_two_samples_cannot_show_is_found_at_the_size_in_use(
         collect_gradients(computer(), (rows(8).to(dtype),))
 
 
+def with_a_far_row(s, x):
+    places = torch.arange(len(x)) ^ 8
+    return s.b(s.a(x + 1e-3 * x[torch.where(places < len(x), places, torch.arange(len(x)))]).tanh())
+
+
+def test_a_little_of_a_far_row_is_no_rounding():
+    """A part of the batch with the sample that differs, and its neighbour, does not show it."""
+    with refused():
+        collect_gradients(
+            HookGradientComputer(hooked(with_a_far_row)[0].float(), SQUARES), (rows(32).float(),)
+        )
+
+
 def tie(s, x):
     """A unit is on where a batch has several samples, by a difference of the size of its dtype's rounding."""
     h = s.layer(x)

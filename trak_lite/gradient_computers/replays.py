@@ -308,7 +308,11 @@ class Replays:
             return work()
         model, task = computer.model, computer.modelout_fn
         outside = Outside() if self._outside is None else None
-        before = python_state(model, task, leaves[0].device, outside)
+        try:
+            before = python_state(model, task, leaves[0].device, outside)
+        except Exception as error:  # of an object that code names, such as a proxy outside of its context
+            self._refuse(kind, computer, f"an object that its code names raises {type(error).__name__}")
+            return work()
         if before is not None and outside is not None:
             self._compare(outside)
         tape = Tape(leaves, [*model.parameters(), *model.buffers()], is_scratch)
