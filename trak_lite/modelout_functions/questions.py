@@ -125,7 +125,7 @@ class QuestionsModelOutput(AbstractModelOutput):
         chosen = hashlib.sha256(json.dumps([digest, reduction, grouped]).encode()).hexdigest()
         return Rows(
             _Asked(rows.dataset, grouped, digest, mean=reduction == "mean"),
-            batch_size=rows.batch_size,
+            batch_size=rows.batch_size if rows.has_batch_size else None,
             collate=_Collate(rows.collate, name),
             name=None if rows.name is None else f"{rows.name} {chosen}",
             what=rows.what,
