@@ -350,6 +350,16 @@ def activation(module, size, position="mean"):
         assert not any(part._forward_hooks for part in model.modules())
 
 
+def test_texts_of_several_lengths_name_the_collate_function_of_ask():
+    texts = [torch.ones(length) for length in (2, 3)]
+    made = featurized(asking())
+    with pytest.raises(RuntimeError, match="equal size") as raised:
+        made.score(asking().ask("gap", Rows(texts, name="texts")), "t")
+    assert any(
+        "ask(..., collate=...): the collate of the attributor" in note for note in raised.value.__notes__
+    )
+
+
 def asked_another():
     other = QuestionsModelOutput("image_classification", {"gap": third})
     return featurized(asking()).score(other.ask("gap", TARGETS), name="other")
