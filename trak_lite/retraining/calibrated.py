@@ -109,7 +109,8 @@ def calibrate(
     Args:
         scores: ``(N, M)`` scores of a method with a kernel, from stored rows.
         teacher: ``(N, m)`` scores of ``unrolled`` for some of the same targets, at least 4.
-        targets: The m columns of ``scores`` that the teacher's columns are; ``None`` is the first m.
+        targets: The m columns of ``scores`` that the teacher's columns are; ``None`` is the first m. Some targets in
+            a data set of their own cannot be compared: name them right.
         num_subsets: Random subsets of the train rows that scores are summed over.
         seed: Seed of the subsets.
         confidence: Nominal coverage of the intervals.
