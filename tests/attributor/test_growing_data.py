@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_runs import Counting, contents, perceptron, random_states
+from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from trak_lite import Attributor, Rows, errors
@@ -92,6 +93,27 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
     np.testing.assert_allclose(made.score(TARGETS, "test").numpy(), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(errors.StateError, match="no scores 'other'"):
         made.drop_scores("other")
+
+
+class OfBatches(nn.Linear):
+    """Has other last bits in batches of one, as kernels of another size give."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) * (1 + 1e-6 * (len(inputs) == 1))
+
+
+def test_scores_of_rows_that_were_computed_again_say_so():
+    made = Attributor(OfBatches(4, 3), "image_classification", None, proj_dim=8, progress=False)
+    made.featurize(rows(N))
+    made.score(TARGETS, "test")
+    made.drop_checkpoint("ckpt-0")
+    made.featurize(rows(N), batch_size=1)
+    with pytest.raises(
+        errors.ManifestMismatchError, match=r"computed again since.*batch size.*drop_scores\('test'\)"
+    ):
+        made.score(TARGETS, "test")
+    made.drop_scores("test")
+    assert made.score(TARGETS, "test").shape == (N, 5)
 
 
 @pytest.mark.parametrize("grown", [False, True])

@@ -197,6 +197,12 @@ def test_other_data_are_refused():
             "No rows in the dataset",
             lambda: Rows(Documents([{**TWO, "seq_lengths": [1, 1]}])),
         ),
+        (
+            InvalidInputError,
+            r"got the columns \['chosen', 'rejected'\].*Rows\(pairs, collate=...\)",
+            lambda: pad_documents([{"chosen": [1, 2], "rejected": [1]}]),
+        ),
+        (InvalidInputError, "input_ids, and got tuple", lambda: pad_documents([(torch.ones(2), 1)])),
     ):
         with pytest.raises(error, match=said):
             call()

@@ -241,6 +241,35 @@ def test_rows_by_name_index_and_loader_are_asked_the_same():
         attributor.score(task.ask("neuron", named), name="t")
 
 
+def loader(collate):
+    return DataLoader(TARGETS, batch_size=4, collate_fn=collate)
+
+
+@pytest.mark.parametrize(
+    ("own", "score", "expected"),
+    [
+        (None, lambda made, collate: made.score(TARGETS, "t", task=gap, batch_size=2), 2),
+        (None, lambda made, collate: made.score(loader(collate), "t", task=gap, batch_size=2), 2),
+        (2, lambda made, collate: made.score(TARGETS, "t", task=gap), 2),
+        (2, lambda made, collate: made.score(asking().ask("gap", TARGETS, collate=collate), "t"), 2),
+        (2, lambda made, collate: made.score(loader(collate), "t", task=gap), 4),
+        (2, lambda made, collate: made.score(asking().ask("gap", loader(collate)), "t"), 4),
+    ],
+)  # fmt: skip
+def test_batch_sizes_hold_for_questions(own, score, expected):
+    """That of the call, then that of the data, then that of the attributor."""
+    sizes = []
+
+    def collate(samples):
+        sizes.append(len(samples))
+        return torch.utils.data.default_collate(samples)
+
+    attributor = featurized(asking(), batch_size=own, collate=collate)
+    sizes.clear()
+    score(attributor, collate)
+    assert max(sizes) == expected
+
+
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
@@ -319,6 +348,16 @@ def activation(module, size, position="mean"):
         ActivationModelOutput(module, torch.ones(size), position=position).evaluate(ModelCall(model), ids)
     finally:
         assert not any(part._forward_hooks for part in model.modules())
+
+
+def test_texts_of_several_lengths_name_the_collate_function_of_ask():
+    texts = [torch.ones(length) for length in (2, 3)]
+    made = featurized(asking())
+    with pytest.raises(RuntimeError, match="equal size") as raised:
+        made.score(asking().ask("gap", Rows(texts, name="texts")), "t")
+    assert any(
+        "ask(..., collate=...): the collate of the attributor" in note for note in raised.value.__notes__
+    )
 
 
 def asked_another():

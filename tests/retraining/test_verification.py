@@ -11,13 +11,15 @@ from held_scores import held_scores, scores_without_a_model
 from report_cases import VERDICT, Parsed, in_a_notebook
 from tiny_runs import Merging, perceptron
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
-from trak_lite import Attributor, Scores, calibrate, calibrated_scores, evaluation, token_scores, verify
+from trak_lite import Attributor, Rows, Scores, calibrate, calibrated_scores, evaluation, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
 from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
+from trak_lite.modelout_functions import QuestionsModelOutput
 from trak_lite.report import write_report
 from trak_lite.store import open_store
+from trak_lite.unrolled import SGD, Recipe, unrolled
 
 N, M, K = 60, 12, 12
 RESAMPLES = 100  # of conftest.py
@@ -76,7 +78,7 @@ def trained():
 
 def opened(path=None, **settings):
     settings = {**QUIET, "layout": "joint", "method": GaussNewton(damping=1.0), **settings}
-    return Attributor(perceptron(), "image_classification", path, **settings)
+    return Attributor(perceptron(), settings.pop("task", "image_classification"), path, **settings)
 
 
 def scored(trained, path=None, **settings):
@@ -317,6 +319,65 @@ def test_a_teacher_of_noise_teaches_nothing_and_one_of_another_size_is_refused(h
     for shape, targets in wrong:
         with pytest.raises(InvalidInputError, match="The teacher must have the 60 train rows"):
             calibrate(scores, held_scores(np.ones(shape)), targets)
+
+
+def first_logit(model_call, batch):
+    return model_call(batch[0])[:, 0]
+
+
+def teacher_of(train, targets, task="image_classification"):
+    """Scores of a replay of three steps."""
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    recipe = Recipe(lambda seed: perceptron(), loss, train, SGD(lr=0.05), batch_size=N, epochs=3)
+    return unrolled(recipe.train(), targets, task, progress=False)
+
+
+LAST, LISTED = range(6, M), [*TARGETS]
+TURNED_TWICE = Rows(TensorDataset(*[part.flip(0) for part in TRAIN.tensors]), indices=range(N)[::-1])
+
+
+@pytest.mark.parametrize(
+    ("train", "targets", "task", "columns", "message"),
+    [
+        (Rows(TRAIN, indices=range(N)[::-1]), TARGETS, "image_classification", None, "other train rows"),
+        (dataset(N, 5), TARGETS, "image_classification", None, "other train rows"),
+        (TRAIN, TARGETS, first_logit, None, r"another task \(.*\) than the scores \(image_classification\)"),
+        (TRAIN, dataset(M, 6), "image_classification", None, "other targets"),
+        (TRAIN, Rows(TARGETS, indices=range(M)[::-1]), "image_classification", None, "other targets"),
+        (TRAIN, Rows(TARGETS, indices=LAST), "image_classification", None, r"columns \[0, 1, 2, 3, 4, 5\]"),
+        (TRAIN, Rows(TARGETS, indices=LAST), "image_classification", LAST, None),
+        (TRAIN, Rows(TARGETS, indices=range(M)[::-1]), "image_classification", range(M)[::-1], None),
+        (TRAIN, TensorDataset(*TARGETS[6:]), "image_classification", LAST, None),
+        (Subset(TRAIN, range(N)), LISTED, "image_classification", None, None),
+        (TURNED_TWICE, TARGETS, "image_classification", None, None),
+        (Rows(TRAIN, name="train"), Rows(TARGETS, name="targets"), "image_classification", None, None),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The training has metasmoothness")
+def test_a_teacher_of_other_rows_targets_or_task_is_refused(held, train, targets, task, columns, message):
+    """The same rows in another data set are not."""
+    scores, teacher = held.scores("test"), teacher_of(train, targets, task)
+    if message is None:
+        assert calibrate(scores, teacher, columns).num_held_out == teacher.shape[1] // 2
+    else:
+        with pytest.raises(InvalidInputError, match=message):
+            calibrate(scores, teacher, columns)
+
+
+@pytest.mark.filterwarnings("ignore:The training has metasmoothness")
+def test_a_teacher_may_be_asked_a_question_in_another_way(trained):
+    """A question of the scores is a task of the replay, whose samples are the same."""
+    task = QuestionsModelOutput("image_classification", {"first": first_logit})
+    made, teacher = opened(task=task), teacher_of([*TRAIN], LISTED, first_logit)
+    made.featurize([*TRAIN], checkpoints=trained)
+    for scores in (
+        made.score(task.ask("first", LISTED), "asked"),
+        made.score(LISTED, "given", task=first_logit),
+    ):
+        assert calibrate(scores, teacher).num_held_out == M // 2
 
 
 @pytest.mark.parametrize(

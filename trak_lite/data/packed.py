@@ -219,7 +219,20 @@ def pad_documents(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     Returns:
         The columns, ``(B, T)``; ``labels``, which without a column of this name are ``input_ids``; and
         ``attention_mask``. Padding has label -100, and 0 in every other column.
+
+    Raises:
+        InvalidInputError: If samples have no ``input_ids``.
     """
+    if "input_ids" not in list(samples[0]):
+        found = (
+            f"the columns {list(samples[0])}"
+            if isinstance(samples[0], Mapping)
+            else type(samples[0]).__name__
+        )
+        raise InvalidInputError(
+            f"pad_documents pads samples with the column input_ids, and got {found}. Of other samples, such as pairs "
+            "of answers, pass Rows(pairs, collate=...) with a collate function of their own."
+        )
     columns = {name: [_tensor(sample[name]) for sample in samples] for name in samples[0]}
     columns.setdefault("labels", columns["input_ids"])
     columns["attention_mask"] = [torch.ones_like(tokens) for tokens in columns["input_ids"]]

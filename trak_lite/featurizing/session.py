@@ -136,7 +136,7 @@ class Run:
         if not self.question or not isinstance(task, QuestionsModelOutput):
             return rows
         asked = task.ask(self.question, rows)
-        asked.what = rows.what
+        asked.what, asked.batch_size, asked.has_batch_size = rows.what, rows.batch_size, rows.has_batch_size
         return asked
 
     @property

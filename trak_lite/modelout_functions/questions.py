@@ -13,7 +13,7 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from trak_lite._validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
@@ -125,7 +125,7 @@ class QuestionsModelOutput(AbstractModelOutput):
         chosen = hashlib.sha256(json.dumps([digest, reduction, grouped]).encode()).hexdigest()
         return Rows(
             _Asked(rows.dataset, grouped, digest, mean=reduction == "mean"),
-            batch_size=rows.batch_size,
+            batch_size=rows.batch_size if rows.has_batch_size else None,
             collate=_Collate(rows.collate, name),
             name=None if rows.name is None else f"{rows.name} {chosen}",
             what=rows.what,
@@ -207,10 +207,18 @@ class _Collate:
         samples = [target[_QUESTION] for target in targets]
         most = max(map(len, samples))
         # A group with fewer members repeats its first one, with weight 0.
-        members = [
-            self.collate([some[place if place < len(some) else 0] for some in samples])
-            for place in range(most)
-        ]
+        try:
+            members = [
+                self.collate([some[place if place < len(some) else 0] for some in samples])
+                for place in range(most)
+            ]
+        except RuntimeError as error:
+            if self.collate is default_collate:
+                error.add_note(
+                    "Targets of a question are collated by ask(..., collate=...): the collate of the attributor is not "
+                    "used there."
+                )
+            raise
         weights = [
             [target[_WEIGHTS] * (place < len(some)) for place in range(most)]
             for target, some in zip(targets, samples, strict=True)

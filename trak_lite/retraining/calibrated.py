@@ -8,15 +8,16 @@ Shapes: N train rows, M targets, S subsets, K feature width, C checkpoints, V vi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import (
     compare_datamodeling_scores,
@@ -30,6 +31,8 @@ from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.linalg.products import unit_segments
+from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
@@ -106,7 +109,8 @@ def calibrate(
     Args:
         scores: ``(N, M)`` scores of a method with a kernel, from stored rows.
         teacher: ``(N, m)`` scores of ``unrolled`` for some of the same targets, at least 4.
-        targets: The m columns of ``scores`` that the teacher's columns are; ``None`` is the first m.
+        targets: The m columns of ``scores`` that the teacher's columns are; ``None`` is the first m. Some targets in
+            a data set of their own cannot be compared: name them right.
         num_subsets: Random subsets of the train rows that scores are summed over.
         seed: Seed of the subsets.
         confidence: Nominal coverage of the intervals.
@@ -115,7 +119,8 @@ def calibrate(
         The weights, the LDS against the teacher before and after, and whether they are kept.
 
     Raises:
-        InvalidInputError: If the scores have no kernel, the teacher has too few targets, or sizes do not fit.
+        InvalidInputError: If the scores have no kernel, the teacher has too few targets, sizes do not fit, or the
+            teacher was made from other train rows, for other targets or with another task.
         StateError: If the scores were not computed from stored rows.
     """
     num_rows, count = teacher.shape
@@ -127,6 +132,7 @@ def calibrate(
             f"their {scores.shape[1]} targets, one entry of targets per column; got shape {teacher.shape} and targets "
             f"{chosen.tolist()!r:.100}."
         )
+    _refuse_other_teacher(scores, teacher, chosen)
     masks = subset_masks(num_rows, num_subsets, seed=seed)
     outputs = summed_over(teacher, masks)
     with scores.run.workspace.reading() as store:
@@ -140,6 +146,77 @@ def calibrate(
         return tested
     weights = fit_weights(made.parts, outputs, made.prior, across="targets")
     return replace(tested, weights=tuple(map(float, weights)))
+
+
+def _refuse_other_teacher(scores: Scores, teacher: Scores, chosen: NDArray[np.int64]) -> None:
+    """Raise if the teacher has other train rows, targets or another task, as far as both record them."""
+    if _are_others(_train_rows(scores), _train_rows(teacher)):
+        raise InvalidInputError(
+            "The teacher was made from other train rows than the scores, or from the same rows in another order. Make "
+            "both from the same rows."
+        )
+    task, other = _task_of(scores), _task_of(teacher)
+    if task is None or other is None:
+        return
+    if describe_task(task, scores.run.model) != describe_task(other, scores.run.model):
+        raise InvalidInputError(
+            f"The teacher was made with another task ({other.name or type(other).__name__}) than the scores "
+            f"({task.name or type(task).__name__}). Pass unrolled the task of the scores."
+        )
+    own, given, order = _targets(scores), _targets(teacher), np.arange(scores.shape[1])
+    if np.array_equal(chosen, order):
+        is_other = _are_others(own, given)
+    else:  # of which the digest of the values says nothing, unless both are rows of the same tensors
+        is_other = (
+            "tensors" in own
+            and own["tensors"] == given.get("tensors")
+            and own["indices"] == _order(order)
+            and given["indices"] != _order(chosen)
+        )
+    if is_other:
+        raise InvalidInputError(
+            f"The teacher was made for other targets than the columns {chosen.tolist()!r:.100} of the scores, or in "
+            "another order. Name the columns that its targets are: targets=...."
+        )
+
+
+def _train_rows(scores: Scores) -> Mapping[str, Any]:
+    """Return JSON values that identify the train rows; empty if they are not known."""
+    made = scores.manifest.fingerprint
+    found: Mapping[str, Any] = made.get("dataset") or made.get("run", {}).get("data", {})
+    return found
+
+
+def _targets(scores: Scores) -> Mapping[str, Any]:
+    """Return JSON values that identify targets; empty if they are not known, or are samples of a question."""
+    entries = scores.record.entries
+    made = scores.manifest.fingerprint if entries is None else entries.table().spec.fingerprint
+    found: Mapping[str, Any] = made.get("targets", {})
+    return {} if "task" in found else found
+
+
+def _task_of(scores: Scores) -> AbstractModelOutput | None:
+    """Return the task that defines f of the targets; ``None`` if it is not known, or is a question that they name."""
+    try:
+        task = scores.task
+    except StateError:
+        return None
+    return None if isinstance(task, QuestionsModelOutput) else task
+
+
+def _are_others(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two identities are certainly of other rows, or of rows in another order."""
+    shared = one.keys() & other.keys()
+    if "samples" in shared:  # digested in order, whatever their indices are
+        return bool(one["samples"] != other["samples"])
+    # Other indices into other data may be the same rows.
+    by_order = one.get("indices") != other.get("indices")
+    return any((one[key] != other[key]) != by_order for key in shared & {"tensors", "id"})
+
+
+def _order(indices: NDArray[np.int64]) -> str:
+    """Return the digest of row numbers, as in the identity of rows."""
+    return str(Rows(range(int(indices.max()) + 1), indices=indices.tolist(), name="").identity()["indices"])
 
 
 @final

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from trak_lite._devices import float64_device
 from trak_lite._validate import some_of
-from trak_lite.errors import BusyError, InvalidInputError, StateError
+from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores
@@ -27,7 +27,7 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
-from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.manifest import compare_fingerprints, differing_keys
 
 
 def stored_scores(
@@ -246,6 +246,12 @@ class ScoreResult:
         table = self.source.store.open_table(self._path)
         _refuse_outgrown(self.source.name, table.spec, self._spec)
         there, here = table.spec.fingerprint, self._spec.fingerprint
+        if [key for key, *_ in differing_keys(there, here)] == ["train_rows"]:
+            raise ManifestMismatchError(
+                f"{self._path} was made from the same checkpoints and settings, but their train rows were computed "
+                "again since and have other bits (another batch size, or another processor). "
+                f"drop_scores({self.source.name!r}) and score again, or score under another name."
+            )
         stored, given = len(there["checkpoints"]), len(here["checkpoints"])
         counts = (
             "" if stored == given else f" (the stored scores use {stored} checkpoints, this call {given})"
