@@ -1,5 +1,7 @@
 """What cannot be repeated or differentiated is refused with its name; settings are checked."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -128,6 +130,86 @@ def test_a_training_whose_derivatives_torch_gets_wrong_is_refused(model_fn, loss
     run = cases.recipe(model_fn, loss).train()
     with pytest.raises(UnsupportedModelError, match=f"The {what} that torch forms are off by"):
         cases.replayed(run)
+
+
+class Listed(nn.Module):
+    """Reads a parameter through a list, in which a call does not replace it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(cases.WIDTH, cases.CLASSES)
+        self.kept = [self.layer.weight]
+
+    def forward(self, inputs):
+        return F.linear(inputs, self.kept[0], self.layer.bias)
+
+
+OUTSIDE = cases.mlp(0)
+ITSELF, NOTHING = "reads trained parameters of", "depends on no trained parameter"
+
+
+def squares(tensors):
+    return sum(tensor.square().sum() for tensor in tensors)
+
+
+def through(module, function):
+    """Return a function of a model call that passes a module of it instead."""
+    return lambda m, batch: function(module(m), batch)
+
+
+def frozen_first(seed):
+    model = cases.mlp(seed)
+    model[0].requires_grad_(False)
+    return model
+
+
+STALE = [
+    (cases.mlp, lambda m, batch: cases.loss(m, batch) + squares(m.model.parameters()), ITSELF),
+    (cases.mlp, through(lambda m: m.model, cases.loss), ITSELF),
+    (cases.mlp, lambda m, batch: cases.loss(m, batch) + squares([m.model[0].bias.detach()]), ITSELF),
+    (cases.mlp, lambda m, batch: cases.loss(m, batch) + m.model[0].weight.svd().S.sum(), ITSELF),
+    (lambda seed: OUTSIDE, lambda m, batch: cases.loss(m, batch) + squares(OUTSIDE.parameters()), ITSELF),
+    (lambda seed: Listed().double(), cases.loss, ITSELF),
+    (lambda seed: copy.deepcopy(OUTSIDE), through(lambda m: OUTSIDE, cases.loss), NOTHING),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("model_fn", "loss", "message"), STALE)
+def test_a_loss_that_does_not_read_the_trained_tensors_is_refused(model_fn, loss, message):
+    before = {name: value.clone() for name, value in OUTSIDE.state_dict().items()}
+    with pytest.raises(UnsupportedModelError, match=f"The loss {message}"):
+        cases.recipe(model_fn, loss).train()
+    assert all(torch.equal(value, before[name]) for name, value in OUTSIDE.state_dict().items())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (through(lambda m: m.model, cases.margin), ITSELF),
+        (lambda m, batch: cases.margin(m, batch) - cases.loss(m.model, batch), ITSELF),
+        (through(lambda m: OUTSIDE, cases.margin), NOTHING),
+    ],
+)
+def test_a_target_that_does_not_read_the_trained_tensors_is_refused(f, message):
+    with pytest.raises(UnsupportedModelError, match=f"The f of a target {message}"):
+        cases.replayed(cases.recipe().train(), task=f)
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "penalty"),
+    [
+        (cases.mlp, lambda m: 0.01 * squares(m.parameters.values())),
+        (cases.mlp, lambda m: 0.01 * next(m.model.parameters()).numel()),
+        (frozen_first, lambda m: 0.01 * (m.model[0].bias.sum() * m.parameters["2.bias"]).sum()),
+        (cases.mlp, lambda m: 0.01 * squares(m.parameters[name] - p for name, p in OUTSIDE.named_parameters())),
+    ],
+    ids=["call", "shape", "frozen", "anchor"],
+)  # fmt: skip
+def test_a_loss_may_read_what_the_training_does_not_change(model_fn, penalty):
+    made = cases.recipe(model_fn, lambda m, batch: cases.loss(m, batch) + penalty(m), epochs=1)
+    cases.assert_close(cases.replayed(made.train())[[2]], cases.differences(made, [2]))
 
 
 class Recurrent(nn.Module):

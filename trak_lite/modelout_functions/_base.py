@@ -66,8 +66,8 @@ class ModelCall:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"A model call has no attribute {name!r} of the model. It has `model`, `parameters` and `buffers` (tensors "
-            "by name), and calls the model: model_call(inputs)"
+            f"A model call has no attribute {name!r} of the model. It calls the model, model_call(inputs), and has "
+            "`parameters` and `buffers`, dicts of the tensors that it runs with, and `model`, which may hold other ones"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

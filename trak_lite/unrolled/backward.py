@@ -48,7 +48,15 @@ from trak_lite.parallel.ranks import num_ranks
 from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
-from trak_lite.unrolled.program import Frozen, Operations, Part, naming_failures, repeatable
+from trak_lite.unrolled.program import (
+    Frozen,
+    Operations,
+    Part,
+    naming_failures,
+    repeatable,
+    require_parameters,
+    through_the_call,
+)
 from trak_lite.unrolled.runs import TrainingRun
 from trak_lite.unrolled.states import flat, load_tensors, save_tensors, unflat
 
@@ -303,6 +311,12 @@ class Replay:
         for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
             moved = move_batch(batch, run.device)
             is_first = not self._compared and not found
+            if is_first:
+                leaves = {name: value.detach().requires_grad_() for name, value in final.parameters.items()}
+                passed = partial(output, leaves, run.frozen, moved)
+                with torch.enable_grad():
+                    value = through_the_call("f of a target", model, leaves, passed)
+                require_parameters("f of a target", value, leaves.values())
             if is_first and _fits_in_float64([final.parameters, *run.frozen]):
                 at, fixed, wide = _in_float64([final.parameters, [*run.frozen], moved])
                 self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)

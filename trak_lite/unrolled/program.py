@@ -6,9 +6,10 @@ Shapes: N train rows, B rows of a batch, R models that are trained side by side.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
@@ -43,6 +44,8 @@ from trak_lite.run.repeats import describe_source
 from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import SeededDropout, step_key
 from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State
+
+logger = logging.getLogger(__name__)
 
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
@@ -308,12 +311,16 @@ class Program:
 
         handle = self.model.register_forward_hook(compare)
         call = ModelCall(self.model, parameters, buffers)
-        seeded = SeededDropout(step_key(0, 0, 0, self.device))
-        # Checkpointing runs parts again in the backward pass, outside the masks of the step.
-        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
-        try:
+
+        def passed() -> Any:
+            seeded = SeededDropout(step_key(0, 0, 0, self.device))
+            # Checkpointing runs parts again in the backward pass, outside the masks of the step.
+            no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
             with torch.enable_grad(), no_hooks, seeded, naming_failures(self.model, "train"):
-                losses = self.recipe.loss(call, part.batch)
+                return self.recipe.loss(call, part.batch)
+
+        try:
+            losses = through_the_call("loss", self.model, state.parameters, passed)
         finally:
             handle.remove()
         size = batch_size(part.batch)
@@ -323,6 +330,7 @@ class Program:
                 f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
                 'a mean: cross_entropy(model(inputs), labels, reduction="none").'
             )
+        require_parameters("loss", losses, [parameters[name] for name in state.parameters])
         changed.update(name for name, copy in copies.items() if copy._version != versions[name])
         if changed:
             raise UnsupportedModelError(
@@ -335,6 +343,54 @@ class Program:
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
                 "or switch them off."
             )
+
+
+def through_the_call(what: str, model: nn.Module, trained: Container[str], values: Callable[[], Any]) -> Any:
+    """Return ``values()``; raise if they depend on the trained tensors of the module, which a call replaces."""
+    own = [(p, p.data) for name, p in model.named_parameters() if name in trained and type(p.data) is Tensor]
+    found = None
+    try:
+        for parameter, value in own:
+            parameter.data = value.new_full((), torch.nan).expand(value.shape)
+        found = values()
+    except Exception as error:  # without the NaN it may be another one, or none
+        logger.debug("The %s with NaN in the module: %.200s", what, error)
+    finally:
+        for parameter, value in own:
+            parameter.data = value
+    if isinstance(found, Tensor) and bool(found.isfinite().all()):
+        return found
+    right = values()
+    if isinstance(right, Tensor) and not (
+        isinstance(found, Tensor)
+        and found.shape == right.shape
+        and torch.equal(found.isfinite(), right.isfinite())
+    ):
+        raise UnsupportedModelError(
+            f"The {what} reads trained parameters of {type(model).__name__} itself, which keep their values while the "
+            "training changes copies of them. Use m(inputs) and m.parameters[name] of its first argument m, not "
+            "m.model or a module from outside, and keep no parameters in lists or other attributes of a module."
+        )
+    return right
+
+
+def require_parameters(what: str, values: Tensor, parameters: Iterable[Tensor]) -> None:
+    """Raise if no path of autograd leads from the values to one of the parameters."""
+    wanted, known = {id(parameter) for parameter in parameters}, {values.grad_fn}
+    waiting = list(known)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if id(getattr(node, "variable", None)) in wanted:
+            return
+        before = {one for one, _ in node.next_functions} - known
+        known |= before
+        waiting += before
+    raise UnsupportedModelError(
+        f"The {what} depends on no trained parameter. Call the model that it is given, m(inputs), and read its tensors "
+        "from m.parameters: a module from outside is not trained."
+    )
 
 
 def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
