@@ -85,6 +85,26 @@ def removal() -> str:
 REMOVED_BY = ("default, run", "nearest", "random")
 
 
+def whole_runs() -> str:
+    """Return the CPU seconds of the parts of a default run, and of kronfluence's EK-FAC, by problem."""
+    found = json.loads((RESULTS / "attributor.json").read_text(encoding="utf-8"))
+    rows = []
+    for key, run in found.items():
+        if not key.startswith("whole_run") or "rows_cpu_s" not in run["rounds"]["trak_lite"][0]:
+            continue
+        seconds = [
+            statistics.mean(one[name] for one in run["rounds"][tool])
+            for tool, names in (
+                ("trak_lite", ("rows_cpu_s", "fit_cpu_s", "score_cpu_s", "cpu_s")),
+                ("kronfluence", ("cpu_s",)),
+            )
+            for name in names
+        ]
+        name = key.removeprefix("whole_run").strip("_") or "residual perceptron"
+        rows.append([name, str(run["checkpoints"]), *(f"{value:.1f}" for value in seconds)])
+    return markdown(["problem", "checkpoints", "rows", "fit", "score", "default", "kronfluence"], rows)
+
+
 def ranks() -> str:
     """Return mean rank and mean LDS of the default and of every method of other packages."""
     rows = [
@@ -488,6 +508,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         lds,
         removal,
+        whole_runs,
         ranks,
         defaults,
         cost,
