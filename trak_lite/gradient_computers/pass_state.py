@@ -35,6 +35,8 @@ _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
+_LOADING: Final = frozenset({"accelerate", "huggingface_hub", "safetensors"})
+"""Packages that models name to load weights, and run in no pass."""
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
@@ -104,7 +106,7 @@ class Outside:
 
     def __init__(self) -> None:
         self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
-        self._owners: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._owners: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
         """Globals whose attributes are read, with their names."""
         self._cells: list[types.CellType] = []
         self._variables: list[contextvars.ContextVar[Any]] = []
@@ -113,6 +115,8 @@ class Outside:
 
     def note(self, function: types.FunctionType, read: Sequence[object]) -> None:
         """Note where a function reads values: ``NAME``, ``Class.name``, ``module.name``, ``settings.name``."""
+        if _package_of(function.__module__) in _LOADING:
+            return
         cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
         held = [*(cell.cell_contents for cell in cells), *read]
         self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
@@ -133,11 +137,11 @@ class Outside:
         for name in _globals_in(function.__code__):
             owner = function.__globals__.get(name)
             if owner is not None and any(id(base) in self._namespaces for base in _holders(owner)):
-                self._owners.append((function.__globals__, name, owner))
+                self._owners[id(function.__globals__), name] = function.__globals__, name, owner
 
     def values(self) -> tuple[Any, ...] | None:
         """Return the values as they are now, and their types; ``None`` if one is of another kind or elsewhere."""
-        if any(namespace.get(name) is not owner for namespace, name, owner in self._owners):
+        if any(namespace.get(name) is not owner for namespace, name, owner in self._owners.values()):
             return None
         if not self._getters:
             self._getters = [

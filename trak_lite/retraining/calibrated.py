@@ -205,13 +205,18 @@ def _task_of(scores: Scores) -> AbstractModelOutput | None:
 
 
 def _are_others(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are certainly of other rows, or of rows in another order."""
-    shared = one.keys() & other.keys()
-    if "samples" in shared:  # digested in order, whatever their indices are
-        return bool(one["samples"] != other["samples"])
-    # Other indices into other data may be the same rows.
-    by_order = one.get("indices") != other.get("indices")
-    return any((one[key] != other[key]) != by_order for key in shared & {"tensors", "id"})
+    """Whether two identities are certainly of other rows, or of rows in another order.
+
+    Names, and samples that may be random or hold a number where the other data hold a tensor, say nothing.
+    """
+    if "tensors" not in one or "tensors" not in other:
+        return (
+            one.get("id") is not None
+            and one.get("id") == other.get("id")
+            and one["indices"] != other["indices"]
+        )
+    # Other indices into other tensors may be the same rows.
+    return bool((one["tensors"] != other["tensors"]) != (one["indices"] != other["indices"]))
 
 
 def _order(indices: NDArray[np.int64]) -> str:
