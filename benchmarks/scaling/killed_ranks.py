@@ -213,11 +213,21 @@ class Round:
                 self.worst_score = max(self.worst_score, float(difference))
             elif found[name].tobytes() != values.tobytes():
                 rows = np.flatnonzero((found[name] != values).reshape(len(values), -1).any(axis=1))
-                raise Violated(f"{len(rows)} rows of {name} are wrong, the first is {rows[:1]}.")
+                raise Violated(
+                    f"{len(rows)} rows of {name} are wrong, the first is {rows[:1]}. {self._makers(rows)}"
+                )
         if self.worst_score > 1e-5:
             raise Violated(f"Scores are off by {self.worst_score:.1e} of the largest.")
         if findings := check_store(self.folder / STORE).findings:
             raise Violated(f"check_store found {findings}.")
+
+    def _makers(self, rows: np.ndarray) -> str:
+        """Return which processes loaded rows, of any checkpoint, and what their starts logged."""
+        loads = [(log.name, read_log(log)[:, 1]) for name in self.starts for log in logs(self.folder, name)]
+        counts = {name: int(np.isin(rows, loaded).sum()) for name, loaded in loads}
+        said = [self.folder / f"{name}.txt" for name in self.starts]
+        texts = [path.read_text(errors="replace")[-2000:] for path in said if path.exists()]
+        return "\n".join([f"They were loaded by {counts}.", *texts])
 
     def count_rows(self) -> None:
         """No row was computed that was on disk before, and of the others few more than once."""

@@ -6,6 +6,7 @@ Run:  torchrun --nproc-per-node=2 benchmarks/scaling/recorded_run.py FOLDER [JSO
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -115,6 +116,7 @@ def model_of(job: Job) -> nn.Module:
 def run(folder: Path, job: Job) -> None:
     """Featurize and score, as any script would; only the rows are counted."""
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(process)d %(message)s")  # for the message of a round
     _grid._FEWEST_ROWS_PER_COMMIT = job.chunk_rows
     if not job.sync:
         os.fsync = lambda fd: None
