@@ -9,7 +9,10 @@ or configs, so terminal control characters are escaped (:func:`printable`).
 from __future__ import annotations
 
 import errno
+import functools
 import re
+import signal
+import traceback
 
 __all__ = [
     "MODEL_FAILURES",
@@ -42,6 +45,7 @@ __all__ = [
     "WorkerLostError",
     "printable",
     "refuse_machine_failure",
+    "refuse_signal",
     "summary",
 ]
 
@@ -207,12 +211,19 @@ def refuse_machine_failure(error: BaseException) -> None:
     PyTorch raises most of these as :class:`RuntimeError`, which a user's model may raise too. Other failures return.
 
     Raises:
+        Exception: The error itself, if :func:`refuse_signal` raises it.
         ShortageError: If memory, threads or file descriptors are exhausted.
         WorkerLostError: If a DataLoader worker process died.
     """
+    first = next(iter(str(error).splitlines()), "")
+    if isinstance(error, RuntimeError) and first.startswith("DataLoader worker"):
+        raise WorkerLostError(
+            f"A worker process of the DataLoader ended unexpectedly ({first}). Out of memory is the most common cause. "
+            f"{_DONE_STAYS} Use fewer workers (num_workers), or look at the system's log."
+        ) from error
+    refuse_signal(error)  # after torch's own handler, which raises the error above
     if isinstance(error, TrakLiteError):
         return
-    first = next(iter(str(error).splitlines()), "")
     no_room = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     if no_room or "can't allocate memory" in first:
         raise ShortageError(
@@ -228,8 +239,21 @@ def refuse_machine_failure(error: BaseException) -> None:
         raise ShortageError(
             f"No file descriptor is left ({first}). {_DONE_STAYS} Close open files, or raise the limit (ulimit -n)."
         ) from error
-    if isinstance(error, RuntimeError) and first.startswith("DataLoader worker"):
-        raise WorkerLostError(
-            f"A worker process of the DataLoader ended unexpectedly ({first}). Out of memory is the most common cause. "
-            f"{_DONE_STAYS} Use fewer workers (num_workers), or look at the system's log."
-        ) from error
+
+
+def refuse_signal(error: BaseException) -> None:
+    """Raise an error again if a signal handler raised it (a timeout, a launcher that ends its ranks).
+
+    Such an error ends the call, whatever it interrupted; handled like one of the model, it would be lost.
+    """
+    codes = set()
+    for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        function = getattr(handler, "__func__", handler)  # of a method
+        codes.add(getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None))
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(cause.__traceback__)):
+            raise error
+        cause = cause.__cause__

@@ -4,6 +4,8 @@ The failures are real ones: each is caused in the place named by the test, in a 
 process is needed.
 """
 
+import functools
+import itertools
 import os
 import resource
 import signal
@@ -136,3 +138,53 @@ def test_a_killed_loader_process_is_not_taken_for_an_unsupported_model(tmp_path)
         made.featurize(Rows(loader, name="mine"))
     with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
         assert store.table_names() in ([], ["ckpt-0"])
+
+
+class EndedError(Exception):
+    """What the launcher of a training raises in a rank that it ends."""
+
+
+class Handler:
+    """Handlers of a signal, of every form that Python takes."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, number, frame):
+        raise self.error("ended by a signal")
+
+    def method(self, number, frame):
+        raise self.error("ended by a signal")
+
+
+HANDLERS = {
+    "a launcher's": lambda: Handler(EndedError),
+    "a timeout": lambda: Handler(TimeoutError).method,
+    "an error as of a model": lambda: functools.partial(Handler(RuntimeError).method),
+}
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_an_error_of_a_signal_handler_ends_the_call_at_any_moment(handler, tmp_path):
+    """It is neither lost nor an answer of the model: torchrun's agent ends forked ranks by such an error."""
+    before = signal.signal(signal.SIGUSR1, HANDLERS[handler]())
+
+    def interrupted(passes):
+        """Whether the signal came; the call ends with the error of its handler then."""
+        sent = []
+        model = Failing(lambda: sent or sent.append(0) or signal.raise_signal(signal.SIGUSR1), passes)
+        made = attributor(tmp_path / f"{passes}.zarr", model, "auto")
+        error = None
+        try:
+            made.featurize(Rows(TRAIN, batch_size=8))
+            made.score(Rows(TARGETS, batch_size=8))
+        except (EndedError, TimeoutError, RuntimeError) as raised:
+            error = raised
+        assert (str(error) == "ended by a signal") == bool(sent), f"pass {passes}"
+        return bool(sent)
+
+    try:
+        count = sum(1 for _ in itertools.takewhile(interrupted, itertools.count()))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert count > 8

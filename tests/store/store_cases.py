@@ -235,7 +235,7 @@ def content(path):
 
 
 def edit_document(path, change):
-    document = json.loads(content(path))
+    document = json.loads(begin(path))
     change(document)
     record = document["attributes"].get("trak_lite", {})
     if "checksum" in record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,7 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite._devices import to_device
-from trak_lite.errors import MODEL_FAILURES, InvalidInputError, UnsupportedModelError, refuse_machine_failure
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    InvalidInputError,
+    UnsupportedModelError,
+    refuse_machine_failure,
+    refuse_signal,
+)
 from trak_lite.types import Batch
 
 DEFAULT_BATCH_SIZE: Final = 32
@@ -333,9 +338,11 @@ def undivided(batch: Batch) -> list[str]:
             for place, entry in enumerate(value):
                 walk(entry, f"{name}[{place}]")
         elif not isinstance(value, Tensor) and not is_column(value):
-            with contextlib.suppress(Exception):  # a class without a length
+            try:
                 if len(value) == size > 1:
                     found.append(f"{name} ({type(value).__name__})")
+            except Exception as error:  # a class without a length
+                refuse_signal(error)
 
     walk(batch, "batch")
     return found

@@ -23,7 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from trak_lite._devices import in_float64
 from trak_lite.data.batches import attributes_beside
-from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure
+from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
@@ -274,6 +274,7 @@ class Replays:
             kind.graph = captured(kind.recording.whole, leaves, kind.recording.constants, self._pool)
         except Exception as error:
             # Of CUDA or a compiler, or a shortage of memory: the recording needs none of it.
+            refuse_signal(error)
             logger.info("A replay is not captured as a CUDA graph, and no other will be: %s", error)
             self._can_capture = False
         if kind.graph is None:
@@ -311,6 +312,7 @@ class Replays:
         try:
             before = python_state(model, task, leaves[0].device, outside)
         except Exception as error:  # of an object that code names, such as a proxy outside of its context
+            refuse_signal(error)
             self._refuse(kind, computer, f"an object that its code names raises {type(error).__name__}")
             return work()
         if before is not None and outside is not None:
@@ -360,8 +362,8 @@ class Replays:
                 self._refuse(kind, own.computer, "Python reads other values in other batches")
                 if self._last is not None and self._last[0] is kind:
                     kind.recording = recording  # its last replay is still to be compared
-        except MODEL_FAILURES:  # the pass names the cause, or succeeds
-            pass
+        except MODEL_FAILURES as error:  # the pass names the cause, or succeeds
+            refuse_signal(error)
         self._keep_for(None)
         return None
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trak_lite.errors import refuse_signal
 from trak_lite.gradient_computers.recording import (
     BUFFERS,
     UNINITIALISED,
@@ -340,7 +341,8 @@ def _fails_without_values(func: Any, args: Any, kwargs: Any) -> bool:
         func(*args, **kwargs)
     except NotImplementedError:
         return False
-    except Exception:
+    except Exception as error:
+        refuse_signal(error)
         return True
     return False
 

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from trak_lite._validate import require_packages
 from trak_lite.data.columns import Column
-from trak_lite.errors import InvalidInputError, MissingPackageError, NonFiniteError, summary
+from trak_lite.errors import (
+    InvalidInputError,
+    MissingPackageError,
+    NonFiniteError,
+    refuse_machine_failure,
+    summary,
+)
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.linalg.topk import TopRows
@@ -135,6 +141,7 @@ class Renders:
         except MissingPackageError:
             raise
         except Exception as error:  # the user's function may raise any
+            refuse_machine_failure(error)
             said = f"{what} cannot be shown: {summary(error)}"
             if type(error) not in self._logged:
                 self._logged.add(type(error))

@@ -355,6 +355,7 @@ def through_the_call(what: str, model: nn.Module, trained: Container[str], value
             parameter.data = value.new_full((), torch.nan).expand(value.shape)
         found = values()
     except Exception as error:  # it reads the NaN, or raises without it too
+        refuse_machine_failure(error)
         logger.debug("The %s with NaN in the module: %.200s", what, error)
     finally:
         for parameter, value in own:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from trak_lite.errors import refuse_signal
 from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.hooks.plan.recorder import differentiable, is_in_place, written
@@ -29,8 +30,10 @@ def generic_rule(
     if call.sliceable and call.random is None:
         # torch raises no narrower type if vmap cannot run an operation. The loop below either gives the right
         # gradients or raises the operation's own error.
-        with suppress(RuntimeError):
+        try:
             return "vmap of the operation", _vectorised(call, grads)
+        except RuntimeError as error:
+            refuse_signal(error)
 
     def of_sample(grad: Tensor, axis: BatchAxis, sample: int) -> Tensor:
         alone = torch.zeros_like(grad, memory_format=torch.contiguous_format)
