@@ -94,6 +94,7 @@ def test_a_kill_at_any_step_loses_nothing(tmp_path, kind, step, act, given, had)
         if had:
             with place.read() as store:
                 assert (store.entry("a", "key") is None) == (step == "entry_removed")
+                assert store.entry_names() == ([] if step == "entry_removed" else ["a"])
         look(place, whole, changes=step in STEPS[:2] or had == 9)
         if count % 2 and kind is Objects:  # by turns the run goes on from another machine
             shutil.rmtree(f"{place.root}/staging")

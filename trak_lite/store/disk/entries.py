@@ -213,8 +213,18 @@ class StoreEntries:
 
     def names(self) -> list[str]:
         """Return the names of all entries, sorted; also of those that were removed without the store."""
-        keys = (*self.files.sizes(ENTRIES), *self.files.sizes(TABLES))
-        return sorted({name for key in keys if (name := entry_of(key.rpartition("/")[2])) is not None})
+        files, marks = (
+            {
+                name
+                for key in self.files.sizes(folder)
+                if (name := entry_of(key.rpartition("/")[2])) is not None
+            }
+            for folder in (ENTRIES, TABLES)
+        )
+        # The mark alone is left of an entry whose first write, or removal, was interrupted.
+        return sorted(
+            files | {name for name in marks - files if _NO_FILE not in (self._versions(name) or ())}
+        )
 
     def remedy(self, wrong: str) -> str:
         """Return what to do about an entry."""
