@@ -118,6 +118,7 @@ def run(folder: Path, job: Job) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(process)d %(message)s")  # for the message of a round
     _grid._FEWEST_ROWS_PER_COMMIT = job.chunk_rows
+    _grid.CHEAP_CHUNK_BYTES = 0
     if not job.sync:
         os.fsync = lambda fd: None
     log = LoadLog(folder)

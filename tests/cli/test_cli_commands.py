@@ -287,18 +287,24 @@ def test_tables_of_many_checkpoints_are_summed_up_and_unfinished_ones_named(tmp_
             table.put(range(2 if number == 5 else 4), {"features": np.ones((2 if number == 5 else 4, 2))})
             store.put_entry(f"ekfac/{number}", "key", np.ones(1))
         store.put_entry("runs/0", "key", np.ones(1))
+        for number in range(9):
+            for path in (f"targets/{number}/ckpt-0", f"scores/{number}"):
+                store.create_table(path, spec).put(range(4), {"features": np.ones((4, 2))})
     lines = done(["inspect", f"{tmp_path}/a.zarr"], capsys).splitlines()
     start = lines.index("tables:")
-    assert lines[2:4] == ["  12 tables (1 not finished), 13 entries", "  rows: 0.0 MB"]
-    assert lines[start + 1 : start + 6] == [
-        "  ckpt-*  46 of 48 rows done, 12 tables (1 not finished), 0.0 MB",
-        "  ckpt-5  2 of 4 rows done",
+    assert lines[2:4] == ["  30 tables (1 not finished), 13 entries", "  rows: 0.0 MB"]
+    assert lines[start + 1 :] == [
+        "  ckpt-*            46 of 48 rows done, 12 tables (1 not finished), 0.0 MB",
+        "  ckpt-5            2 of 4 rows done",
+        "  scores/*          36 of 36 rows done, 9 tables (none not finished), 0.0 MB",
+        "  targets/*/ckpt-*  36 of 36 rows done, 9 tables (none not finished), 0.0 MB",
         "entries (verdicts, fits, runs):",
         "  ekfac/*  12 entries",
         "  runs/0",
+        "verdicts: 9 of 9 scores are not tested",
     ]
     every = done(["inspect", f"{tmp_path}/a.zarr", "--every"], capsys)
-    assert (every.count("rows done"), every.count("  ekfac/")) == (12, 12)
+    assert [every.count(text) for text in ("rows done", "  ekfac/", "not tested")] == [30, 12, 9]
 
 
 def test_a_moved_store_repeats_its_run_and_records_what_differs(copied, ran, capsys):

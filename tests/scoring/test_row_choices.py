@@ -49,12 +49,15 @@ def made():
 
 @pytest.fixture(scope="module")
 def tied():
-    """Small whole numbers, of which many are equal, in three tiles: stored, and computed when they are read."""
+    """Small whole numbers, of which many are equal, in several tiles: stored, and computed when they are read."""
     generator = np.random.default_rng(0)
     train, targets = generator.integers(-1, 2, (1, 2500, 3)), generator.integers(-1, 2, (1, 3, 3))
     ones = np.ones((1, 2500))
     many = Drawn(train.astype(np.float32), targets.astype(np.float32), ones, ones, (3,)).attributor()
-    return [scores_of(many, targets.astype(np.float32), method=PLAIN, dense=dense) for dense in (True, False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trak_lite.store._grid.CHEAP_CHUNK_BYTES", 0)
+        targets = targets.astype(np.float32)
+        return [scores_of(many, targets, method=PLAIN, dense=dense) for dense in (True, False)]
 
 
 def expected_top(dense, mask, weights, k, sign):

@@ -140,6 +140,14 @@ def test_a_chunk_is_a_power_of_two_of_rows(num_rows, row_bytes, expected):
     assert chunk_rows_for(num_rows, row_bytes) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "row_bytes", "expected"),
+    [(5000, 4, 8192), (10**6, 4, 1 << 18), (10**6, 3 << 10, 16_384), (5000, 4000, 256), (5000, 1 << 21, 32)],
+)
+def test_a_chunk_of_cheap_rows_has_a_mebibyte_or_all_rows(num_rows, row_bytes, expected):
+    assert chunk_rows_for(num_rows, row_bytes, cheap=True) == expected
+
+
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1.5, 1)])
 def test_a_chunk_size_needs_sizes(sizes):
     raises(ValueError, "integer of at least 1", chunk_rows_for, *sizes)

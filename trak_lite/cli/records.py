@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple, final
@@ -28,7 +29,8 @@ _NAME, _KEY = "runs", "run records, format 1"
 _MOST = 100
 """Number of records that a store holds; the oldest are dropped first."""
 _MOST_LISTED: Final = 8
-"""Tables that differ by their checkpoint only, or entries of a folder, that are listed one by one."""
+"""Tables that differ by their checkpoint or target set only, or entries of a folder, that are listed one by one."""
+_NOT_TESTED: Final = "not tested"
 
 
 @final
@@ -138,7 +140,7 @@ def inspection(place: str | RemotePlace, *, every: bool = False) -> str:
             *(f"  {line}" for line in _table_lines(tables, every=every)),
             *(["entries (verdicts, fits, runs):"] if entries else []),
             *(f"  {_line(line)}" for line in _entry_lines(entries, every=every)),
-            *(f"verdict on {path}: {_tested(store, path)}" for path in scored),
+            *_verdict_lines(store, scored, every=every),
             *_run_lines(store),
         ]
     return "\n".join(lines)
@@ -169,6 +171,10 @@ def _table_lines(tables: Sequence[_Content], *, every: bool) -> Iterator[str]:
     for table in tables:
         alike = table.path if every else re.sub(r"ckpt-\d+(/[0-9a-f]{16}(?=/))?", "ckpt-*", table.path)
         groups.setdefault(alike, []).append(table)
+    if not every:
+        folders = Counter(alike.partition("/")[0] for alike in groups)
+        for alike in [alike for alike in groups if folders[alike.partition("/")[0]] > _MOST_LISTED]:
+            groups.setdefault(re.sub("^([^/]+/)[^/]+", r"\1*", alike), []).extend(groups.pop(alike))
     listed: list[tuple[str, str]] = []
     for alike, group in groups.items():
         shown = group
@@ -202,13 +208,21 @@ def _size(tables: Sequence[_Content]) -> str:
     return f"{sum(table.num_bytes for table in tables) / 1e6:,.1f} MB"
 
 
+def _verdict_lines(store: AbstractFeatureStore, paths: Sequence[str], *, every: bool) -> Iterator[str]:
+    tested = {path: _tested(store, path) for path in paths}
+    if len(paths) > _MOST_LISTED and not every:
+        tested = {path: text for path, text in tested.items() if text != _NOT_TESTED}
+        yield f"verdicts: {len(paths) - len(tested)} of {len(paths)} scores are not tested"
+    yield from (f"verdict on {path}: {text}" for path, text in tested.items())
+
+
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
         entries = ScoreEntries(store, path)
         found = [one for one in (entries.verdict(Verdict), entries.verdict(OneRunVerdict)) if one is not None]
     except StoreError as error:
         return str(error)
-    return "\n".join(map(str, found)).replace("\n", "\n    ") or "not tested"
+    return "\n".join(map(str, found)).replace("\n", "\n    ") or _NOT_TESTED
 
 
 def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:

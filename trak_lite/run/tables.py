@@ -213,12 +213,13 @@ def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 def score_table_spec(num_rows: int, num_targets: int, fingerprint: Mapping[str, Any]) -> TableSpec:
     """Return the spec of the table of scores ``(num_rows, num_targets)`` in float32."""
     columns = (Column(SCORES, num_targets, "float32"),)
-    return TableSpec(num_rows, columns, chunk_rows_for(num_rows, 4 * num_targets), fingerprint)
+    chunk_rows = chunk_rows_for(num_rows, 4 * num_targets, cheap=True)
+    return TableSpec(num_rows, columns, chunk_rows, fingerprint)
 
 
 def checkpoint_ids(store: AbstractFeatureStore) -> list[int]:
     """Return the model ids of the checkpoints with train rows, ascending."""
-    names = (re.fullmatch(r"ckpt-(\d+)", path) for path in store.table_names())
+    names = (re.fullmatch(r"ckpt-(\d+)", path) for path in store.top_table_names())
     return [int(name[1]) for name in names if name is not None]
 
 
@@ -291,9 +292,9 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
 
     The name is that of the checkpoint when it was featurized or captured, or of its table: ``ckpt-0``.
     """
-    paths = {weights: table_path(table) for weights, table in checkpoint_tables(store).items()}
-    names = {path: store.attributes(path).get("name") for path in paths.values()}
-    found = [(weights, path) for weights, path in paths.items() if name in (path, names[path])]
+    paths = [checkpoint_path(model_id) for model_id in checkpoint_ids(store)]
+    names = {path: store.attributes(path).get("name") for path in paths}
+    found = [path for path in paths if name in (path, names[path])]
     unfinished = capture_tables(store, name)
     for path in unfinished.values():
         store.drop_table(path)
@@ -304,7 +305,8 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
         raise InvalidInputError(
             f"{len(found)} checkpoints have the name {name!r}. Expected one of the tables {known}."
         )
-    weights, train = found[0]
+    (train,) = found
+    weights = store.open_table(train).spec.fingerprint["weights"]
     # Targets first: without the train rows, their checkpoint could not be identified after a kill.
     targets = [path for path in target_paths(store) if path.endswith(f"/{train}")]
     for entry in store.entry_names(curvature_path(weights)):
@@ -330,5 +332,5 @@ def stored_content(store: AbstractFeatureStore) -> str:
     tables = [store.open_table(checkpoint_path(model_id)) for model_id in checkpoint_ids(store)]
     left = sum(not table.complete for table in tables)
     unfinished = f" ({left} not finished)" if left else ""
-    scored = ", ".join(scored_names(store)) or "none"
+    scored = some_of(scored_names(store)) or "none"
     return f"{num_train_rows(store.manifest):,} train rows, {len(tables)} checkpoints{unfinished}, scores: {scored}"

@@ -178,6 +178,10 @@ class AbstractFeatureStore(ABC):
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables below ``prefix``, in natural order (``ckpt-2`` before ``ckpt-10``)."""
 
+    def top_table_names(self) -> list[str]:
+        """Return the paths of all tables outside of groups, in natural order."""
+        return [path for path in self.table_names() if "/" not in path]
+
     @abstractmethod
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the cached array with this name and key, or ``None``."""

@@ -16,6 +16,7 @@ from trak_lite.store.manifest import Manifest, StoredValues, canonical_json
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32
 _FEWEST_ROWS_PER_COMMIT = 256  # a commit waits for the disk three times
+CHEAP_CHUNK_BYTES = 1 << 20
 _CHUNKS_OF_A_SMALL_TABLE = 64
 _MOST_ROWS = 1 << 32
 _MOST_CHUNK_ROWS = 1 << 26  # lists of this length and of _MOST_ROWS are held in memory
@@ -23,17 +24,18 @@ _MOST_CHUNK_BYTES = 1 << 46  # limit of memory mapping
 _DEEPEST = 96  # zarr adds a few levels
 
 
-def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
+def chunk_rows_for(num_rows: int, row_bytes: int, *, cheap: bool = False) -> int:
     """Return the number of rows per chunk: a power of two, at least 32, for chunks of about 64 MiB.
 
     Small tables have smaller chunks, but of at least 256 rows if the table has as many and 64 MiB hold as many, so
-    that a batch does not span the end of a chunk.
+    that a batch does not span the end of a chunk. Chunks of cheap rows have at least 1 MiB, or all rows.
 
     The result does not depend on the batch size or the number of processes, so both may change when a run resumes.
 
     Args:
         num_rows: Rows N of the table.
         row_bytes: Bytes of one row of the widest array.
+        cheap: Whether rows are cheap to compute again.
 
     Example:
         >>> chunk_rows_for(1_000_000, 8192), chunk_rows_for(50_000, 8192), chunk_rows_for(100, 8192)
@@ -43,7 +45,10 @@ def chunk_rows_for(num_rows: int, row_bytes: int) -> int:
     positive_int(row_bytes=row_bytes)
     by_size = 1 << max(_CHUNK_BYTES // row_bytes, 1).bit_length() - 1
     by_count = 1 << (-(-num_rows // _CHUNKS_OF_A_SMALL_TABLE) - 1).bit_length()
-    fewest = min(_FEWEST_ROWS_PER_COMMIT, 1 << (num_rows - 1).bit_length())
+    fewest = _FEWEST_ROWS_PER_COMMIT
+    if cheap:
+        fewest = max(fewest, 1 << (CHEAP_CHUNK_BYTES // row_bytes).bit_length() >> 1)
+    fewest = min(fewest, 1 << (num_rows - 1).bit_length())
     return max(min(by_size, max(by_count, fewest)), _FEWEST_CHUNK_ROWS)
 
 

@@ -253,8 +253,9 @@ class MemoryFeatureStore(RecordedFeatureStore):
     def _spec(self, record: Mapping[str, Any], path: str) -> TableSpec:
         return self._contents.tables[path].spec
 
-    def _tables_below(self, start: str, listed: Set[str]) -> Iterator[str]:
-        return (path for path in self._contents.tables if path.startswith(start))
+    def _tables_below(self, start: str, listed: Set[str], *, nested: bool = True) -> Iterator[str]:
+        found = (path for path in self._contents.tables if path.startswith(start))
+        return (path for path in found if nested or "/" not in path[len(start) :])
 
     def _is_lost(self, path: str) -> bool:
         return False

@@ -110,10 +110,18 @@ class RecordedFeatureStore(AbstractFeatureStore):
 
     def table_names(self, prefix: str = "") -> list[str]:
         """Return the paths of all tables inside the group ``prefix``, in natural order."""
-        start = "/".join((*path_parts(prefix, what="table"), "")) if prefix else ""
+        return self._table_names("/".join((*path_parts(prefix, what="table"), "")) if prefix else "")
+
+    def top_table_names(self) -> list[str]:
+        """Return the paths of all tables outside of groups; no group is searched."""
+        return self._table_names("", nested=False)
+
+    def _table_names(self, start: str, *, nested: bool = True) -> list[str]:
         paths = (listed_path(key.rpartition("/")[2]) for key in self._files.sizes(TABLES))
         listed = {path for path in paths if path is not None and path.startswith(start)}
-        found = set(self._tables_below(start, listed))
+        if not nested:
+            listed = {path for path in listed if "/" not in path}
+        found = set(self._tables_below(start, listed, nested=nested))
         # Others were just created, or the metadata of a parent group is missing.
         found.update(path for path in listed - found if self._table_record(path) is not None)
         return sorted(found, key=natural_order)
@@ -238,7 +246,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
             raise InvalidInputError(f"{path!r} is a group of tables, not a table. Choose one of {tables}.")
         return record
 
-    def _tables_below(self, start: str, listed: Set[str]) -> Iterator[str]:
+    def _tables_below(self, start: str, listed: Set[str], *, nested: bool = True) -> Iterator[str]:
         """Yield the paths of the tables in a group, whose path ends in ``/``."""
         for name in self._files.folders(start.rstrip("/")):
             path = f"{start}{name}"
@@ -252,7 +260,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
             record = None if is_table else self._group(path)
             if is_table or (record is not None and "columns" in record):
                 yield path
-            elif record is not None:
+            elif record is not None and nested:
                 yield from self._tables_below(f"{path}/", listed)
 
 
