@@ -272,6 +272,25 @@ def test_a_fit_that_others_complete_meanwhile_is_taken_over(tmp_path, monkeypatc
         scored(made, method=Fisher(seed=4))
 
 
+def test_draws_that_others_drop_when_they_have_been_found_are_made(tmp_path, monkeypatch):
+    """Another process completes the fit, and drops them, between the two questions."""
+    expected, found = scored_by_fisher(tmp_path / "a.zarr"), []
+    has_table = ZarrFeatureStore.has_table
+
+    def finds_once(self, path):
+        return (path.endswith("/drawn") and not found and not found.append(path)) or has_table(self, path)
+
+    monkeypatch.setattr(ZarrFeatureStore, "has_table", finds_once)
+    np.testing.assert_array_equal(scored_by_fisher(tmp_path / "b.zarr"), expected)
+    assert found
+
+
+def scored_by_fisher(path):
+    made = attributor(path, method=Fisher())
+    made.featurize(TRAIN)
+    return scored(made)
+
+
 @pytest.mark.parametrize("method", [Fisher(), EKFAC()], ids=lambda method: method.name)
 def test_other_rows_and_other_weights_are_fitted_anew(method, tmp_path):
     one, two = states()

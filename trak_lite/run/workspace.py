@@ -116,7 +116,12 @@ class Workspace:
         """Return a table of the open store, or ``None`` if it does not exist yet."""
         if self._store is None or not self._store.has_table(path):
             return None
-        return self._store.open_table(path)
+        try:
+            return self._store.open_table(path)
+        except MissingStoreError:
+            if self._store.has_table(path):  # otherwise another process has dropped it meanwhile
+                raise
+            return None
 
     @property
     def exists(self) -> bool:
