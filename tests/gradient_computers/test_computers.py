@@ -451,6 +451,62 @@ class Normalised:
         return (self.x > 0).sum(1)
 
 
+class Options:
+    scale = 1.0
+
+
+@dataclass
+class Optioned:
+    """Its constructor makes an object that is changed later, and another one of an object that holds a tensor."""
+
+    x: Tensor
+    options: Options = field(default_factory=Options, init=False)
+
+    def __post_init__(self):
+        self.nested = having(Options(), inner=having(Options(), weight=self.x[:, 0] + len(self.x)))
+
+    @property
+    def scale(self):
+        return self.options.scale
+
+    @property
+    def weight(self):
+        return self.nested.inner.weight - len(self.x) + 5
+
+
+@dataclass
+class Hidden:
+    x: Tensor
+    _scale: float | None = field(default=None, init=False)
+
+    @property
+    def scale(self):
+        return self._scale
+
+
+@dataclass
+class Clipped:
+    """Its constructor changes a tensor in place, but never to other values than before."""
+
+    x: Tensor
+    counts: Tensor
+
+    def __post_init__(self):
+        self.counts.masked_fill_(self.counts > 3, 3)
+
+    @property
+    def weight(self):
+        return self.counts.double()
+
+
+@dataclass
+class Divided:
+    x: Tensor
+
+    def __post_init__(self):
+        self.x /= 2
+
+
 class Listed(list[Any]):
     pass
 
@@ -487,11 +543,26 @@ def having(batch, **attributes):
     return batch
 
 
+def optioned(x):
+    batch = Optioned(x)
+    batch.options.scale = 3.0
+    return batch
+
+
+def holding_itself(x):
+    batch = Attributed(x=x)
+    batch.parts = [{"whole": batch}]
+    return batch
+
+
 OWN = {
     "fields set later": later,
     "frozen slots": lambda x: having(Frozen(x), scale=3.0),
     "a slot and a variable of the constructor": lambda x: ByHand(x, 3.0),
     "a constructor that changes values": lambda x: Normalised(2 * x, 6.0),
+    "an object of the constructor": optioned,
+    "a field with an underscore": lambda x: having(Hidden(x), _scale=3.0),
+    "a constructor that clips in place": lambda x: Clipped(x, (10 * x[:, 0]).long()),
     "dict": lambda x: having(Attributed(x=x), scale=3.0, weight=x[:, 0] + 5),
     "a dict with arguments of its own": lambda x: having(Strict(x=x), scale=3.0),
     "UserDict": lambda x: having(UserBatch(x=x), scale=3.0),
@@ -522,6 +593,15 @@ def test_a_batch_keeps_what_is_its_own_beside_its_tensors(build, kind):
         f = scaled_by_attributes(model, build(x[row : row + 1])).sum()
         for name, grad in zip(found, torch.autograd.grad(f, list(model.parameters())), strict=True):
             torch.testing.assert_close(found[name][row], grad)
+
+
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda x: (Divided(x),), r"constructor of .* changes a tensor of shape \(5, 4\) in place"),
+    (holding_itself, "Attributed, .* holds itself: .* attribute of its own, of class list"),
+], ids=["in place", "itself"])  # fmt: skip
+def test_a_batch_that_cannot_be_divided_is_refused(build, message):
+    with pytest.raises(InvalidInputError, match=message):
+        collect_gradients(HookGradientComputer(nn.Linear(4, 3), SQUARES), build(torch.randn(5, 4)))
 
 
 BATCHES = {2: Named, 3: Encoded, 8: Attributes}

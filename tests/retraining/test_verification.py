@@ -325,13 +325,13 @@ def first_logit(model_call, batch):
     return model_call(batch[0])[:, 0]
 
 
-def teacher_of(train, targets, task="image_classification"):
+def teacher_of(train, targets, task="image_classification", dtype=None):
     """Scores of a replay of three steps."""
 
     def loss(model, batch):
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    recipe = Recipe(lambda seed: perceptron(), loss, train, SGD(lr=0.05), batch_size=N, epochs=3)
+    recipe = Recipe(lambda seed: perceptron().to(dtype), loss, train, SGD(lr=0.05), batch_size=N, epochs=3)
     return unrolled(recipe.train(), targets, task, progress=False)
 
 
@@ -365,6 +365,13 @@ def test_a_teacher_of_other_rows_targets_or_task_is_refused(held, train, targets
     else:
         with pytest.raises(InvalidInputError, match=message):
             calibrate(scores, teacher, columns)
+
+
+@pytest.mark.filterwarnings("ignore:The training has metasmoothness")
+def test_a_teacher_may_be_trained_in_another_dtype(held):
+    pairs = TRAIN.tensors, TARGETS.tensors
+    teacher = teacher_of(*(TensorDataset(x.double(), y) for x, y in pairs), dtype=torch.float64)
+    assert calibrate(held.scores("test"), teacher).num_held_out == M // 2
 
 
 @pytest.mark.filterwarnings("ignore:The training has metasmoothness")

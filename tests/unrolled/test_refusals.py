@@ -157,6 +157,13 @@ def through(module, function):
     return lambda m, batch: function(module(m), batch)
 
 
+def penalised(part):
+    """Return a loss with the squares of a function of a parameter and of the module's own, which is stale."""
+    return lambda m, batch: (
+        cases.loss(m, batch) + squares([part(m.parameters["0.weight"], m.model[0].weight.detach())])
+    )
+
+
 def frozen_first(seed):
     model = cases.mlp(seed)
     model[0].requires_grad_(False)
@@ -167,6 +174,9 @@ STALE = [
     (cases.mlp, lambda m, batch: cases.loss(m, batch) + squares(m.model.parameters()), ITSELF),
     (cases.mlp, through(lambda m: m.model, cases.loss), ITSELF),
     (cases.mlp, lambda m, batch: cases.loss(m, batch) + squares([m.model[0].bias.detach()]), ITSELF),
+    (cases.mlp, penalised(lambda w, own: w * (own.abs() > 0.2)), ITSELF),
+    (cases.mlp, penalised(lambda w, own: w * (own.abs() > 2.0)), ITSELF),
+    (cases.mlp, penalised(lambda w, own: w - own.nan_to_num()), ITSELF),
     (cases.mlp, lambda m, batch: cases.loss(m, batch) + m.model[0].weight.svd().S.sum(), ITSELF),
     (lambda seed: OUTSIDE, lambda m, batch: cases.loss(m, batch) + squares(OUTSIDE.parameters()), ITSELF),
     (lambda seed: Listed().double(), cases.loss, ITSELF),
@@ -210,6 +220,33 @@ def test_a_target_that_does_not_read_the_trained_tensors_is_refused(f, message):
 def test_a_loss_may_read_what_the_training_does_not_change(model_fn, penalty):
     made = cases.recipe(model_fn, lambda m, batch: cases.loss(m, batch) + penalty(m), epochs=1)
     cases.assert_close(cases.replayed(made.train())[[2]], cases.differences(made, [2]))
+
+
+class Routed(nn.Module):
+    """Uses the heads of the domains of a batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(cases.WIDTH, cases.CLASSES) for _ in range(2))
+
+    def forward(self, inputs):
+        domains = (inputs[:, 0] > 0).long().tolist()
+        found = {domain: self.heads[domain](inputs) for domain in set(domains)}
+        return torch.stack([found[domain][place] for place, domain in enumerate(domains)])
+
+
+@pytest.mark.quick
+def test_batches_and_targets_may_use_no_trained_parameter():
+    """The first batch and the first target do not."""
+    made = cases.recipe(lambda seed: Routed().double(), grad_wrt="heads.1.*", batch_size=1)
+    inputs, labels = cases.vectors(cases.N, 0)
+    inputs[:, 0] *= -inputs[made.order(0, num_rows=cases.N, seed=made.seed)[0], 0].sign()
+    made, asked = cases.changed(made, data=TensorDataset(inputs, labels)), cases.targets().tensors
+    asked[0][:, 0] = torch.tensor([-1.0, 1.0, -1.0, 1.0])
+    used, targets = (inputs[:, 0] > 0).nonzero()[:1, 0].tolist(), TensorDataset(*asked)
+    expected = cases.differences(made, used, targets)
+    assert np.abs(expected[:, 1::2]).min() > 0
+    cases.assert_close(cases.replayed(made.train(), targets)[used], expected)
 
 
 class Recurrent(nn.Module):

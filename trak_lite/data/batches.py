@@ -76,27 +76,35 @@ def map_tensors(
     """
     if isinstance(batch, Tensor):
         return function(batch)
+
+    def walk(attribute: Any) -> Any:
+        try:
+            return map_tensors(function, attribute, other)
+        except RecursionError:
+            raise InvalidInputError(
+                f"{type(batch).__name__}, a class of containers of a batch, holds itself: it can be reached from an "
+                f"attribute of its own, of class {type(attribute).__name__}. Leave this attribute out."
+            ) from None
+
     if isinstance(batch, Mapping):
         mapped = {key: map_tensors(function, value, other) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, dict | UserDict):
             return mapped
-        made = _remade(
-            batch, dict(batch), mapped, type(batch), functools.partial(map_tensors, function, other=other)
-        )
+        made = _remade(batch, dict(batch), mapped, type(batch), walk)
         is_same = made is not None and len(made) == len(mapped)
         return made if is_same and all(made[key] is value for key, value in mapped.items()) else mapped
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
         changes = {name: map_tensors(function, value, other) for name, value in values.items()}
         build = functools.partial(dataclasses.replace, batch)
-        return _remade(batch, values, changes, build, functools.partial(map_tensors, function, other=other))
+        return _remade(batch, values, changes, build, walk)
     if isinstance(batch, tuple | list) and _holds_tensors(batch):
         parts = [map_tensors(function, item, other) for item in batch]
         if type(batch) is list or type(batch) is tuple:
             return parts if isinstance(batch, list) else tuple(parts)
         # A named tuple takes its fields as separate arguments.
         from_list = (lambda given: type(batch)(*given)) if hasattr(batch, "_fields") else type(batch)
-        made = _remade(batch, batch, parts, from_list, functools.partial(map_tensors, function, other=other))
+        made = _remade(batch, batch, parts, from_list, walk)
         is_same = made is not None and len(made) == len(parts)
         plain = parts if isinstance(batch, list) else tuple(parts)
         keeps = is_same and (hasattr(batch, "_fields") or all(map(operator.is_, made, parts)))
@@ -159,19 +167,27 @@ def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: C
         for name in (*changed, *beside):
             value = beside[name] if name in beside else own[name]
             now = found.get(name, _MISSING)
-            if now is value or (name[:1] == "_" and (now is None or now is _MISSING)):
+            if now is value or (_may_be_cache(batch, name) and (now is None or now is _MISSING)):
                 continue
             if again is None:
                 again = _attributes(build(**own) if has_fields else build(own))
             computed = again.get(name, _MISSING)
-            # Objects that cannot be compared are built from the parts if every container has its own.
-            is_built = type(value).__eq__ is _IDENTITY and computed is not now and computed is not _MISSING
-            if not is_built and not is_same_batch(computed, value):
+            # What all containers share is not computed from their parts, and may have no values to compare.
+            is_shared = computed is _MISSING or (computed is now and type(value).__eq__ is _IDENTITY)
+            if is_shared or not is_same_batch(computed, value):
                 object.__setattr__(made, name, walk(value) if name in beside else parts[name])
+    except InvalidInputError:
+        raise
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         return _copied(batch, parts, {**own, **beside} if has_fields else beside, walk)
     return made
+
+
+def _may_be_cache(batch: Any, name: str) -> bool:
+    """Return whether an attribute has the name of a cache, and is no field that is a part of the batch's value."""
+    declared = getattr(batch, "__dataclass_fields__", {}).get(name)
+    return name[:1] == "_" and not (declared is not None and declared.compare)
 
 
 def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[Any], Any]) -> Any:
@@ -187,6 +203,8 @@ def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[
             made[place] = part
         for name, value in attributes.items():
             object.__setattr__(made, name, parts[name] if has_fields and name in parts else walk(value))
+    except InvalidInputError:
+        raise
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         if has_fields:
@@ -404,14 +422,41 @@ def is_same_batch(one: Batch, other: Batch) -> bool:
 
 
 def _values(batch: Batch) -> list[Any]:
-    """Return the tensors of a batch and everything else in it, in order."""
+    """Return the tensors of a batch and everything else in it, in order.
+
+    Raises:
+        InvalidInputError: If the constructor of a container changes a tensor in place, to other values each time.
+    """
     found: list[Any] = []
+    versions: list[tuple[Tensor, int]] = []
 
     def note(value: Any) -> Any:
         found.append(value)
         return value
 
-    map_tensors(note, batch, note)
+    def note_tensor(tensor: Tensor) -> Tensor:
+        if not tensor.is_inference():
+            versions.append((tensor, tensor._version))
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note_tensor, batch, note)
+    changed = [tensor for tensor, version in versions if tensor._version != version]
+    if changed:
+        before = [tensor.clone() for tensor in changed]
+        map_tensors(lambda tensor: tensor, batch)
+        try:
+            is_settled = all(map(is_equal, before, changed))
+        except RuntimeError as error:  # vmap hides values; the batch was looked at before it
+            refuse_machine_failure(error)
+            is_settled = True
+        if not is_settled:
+            raise InvalidInputError(
+                f"The constructor of {type(batch).__name__}, the class of a batch, or of a container in it changes a "
+                f"tensor of shape {tuple(changed[0].shape)} in place, and would change it again wherever samples are "
+                "taken from the batch. Let it make a new tensor (self.x = self.x / 255), or change the tensor in "
+                "collate."
+            )
     return found
 
 
@@ -419,6 +464,8 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return is_equal(one, other)
     try:
+        if type(one).__eq__ is _IDENTITY:
+            return type(one) is type(other) and is_same_batch(_attributes(one), _attributes(other))
         return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
     except Exception as error:  # a list of arrays
         refuse_machine_failure(error)

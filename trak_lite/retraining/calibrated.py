@@ -31,6 +31,7 @@ from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.linalg.products import unit_segments
+from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
@@ -39,6 +40,7 @@ from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
 from trak_lite.scoring.tiles import ScoreTerm, WhereQ, score_tile, tile_ranges
 from trak_lite.types import FeatureLayout
+from trak_lite.unrolled import TrainingRun
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -150,7 +152,11 @@ def calibrate(
 
 def _refuse_other_teacher(scores: Scores, teacher: Scores, chosen: NDArray[np.int64]) -> None:
     """Raise if the teacher has other train rows, targets or another task, as far as both record them."""
-    if _are_others(_train_rows(scores), _train_rows(teacher)):
+    # A dataset of the same rows in another dtype has another digest.
+    runs = teacher.method.runs if isinstance(teacher.method, Unrolled) else ()
+    dtypes = {run.weights.dtype for run in runs if isinstance(run, TrainingRun)}
+    same_dtype = not dtypes or dtypes <= {parameter.dtype for parameter in scores.run.model.parameters()}
+    if _are_others(_train_rows(scores), _train_rows(teacher), same_dtype):
         raise InvalidInputError(
             "The teacher was made from other train rows than the scores, or from the same rows in another order. Make "
             "both from the same rows."
@@ -165,7 +171,7 @@ def _refuse_other_teacher(scores: Scores, teacher: Scores, chosen: NDArray[np.in
         )
     own, given, order = _targets(scores), _targets(teacher), np.arange(scores.shape[1])
     if np.array_equal(chosen, order):
-        is_other = _are_others(own, given)
+        is_other = _are_others(own, given, same_dtype)
     else:  # of which the digest of the values says nothing, unless both are rows of the same tensors
         is_other = (
             "tensors" in own
@@ -204,7 +210,7 @@ def _task_of(scores: Scores) -> AbstractModelOutput | None:
     return None if isinstance(task, QuestionsModelOutput) else task
 
 
-def _are_others(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _are_others(one: Mapping[str, Any], other: Mapping[str, Any], same_dtype: bool) -> bool:
     """Whether two identities are certainly of other rows, or of rows in another order.
 
     Names, and samples that may be random or hold a number where the other data hold a tensor, say nothing.
@@ -216,7 +222,8 @@ def _are_others(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
             and one["indices"] != other["indices"]
         )
     # Other indices into other tensors may be the same rows.
-    return bool((one["tensors"] != other["tensors"]) != (one["indices"] != other["indices"]))
+    are_other_tensors, are_other_indices = (one[key] != other[key] for key in ("tensors", "indices"))
+    return bool(are_other_tensors != are_other_indices) and (same_dtype or not are_other_tensors)
 
 
 def _order(indices: NDArray[np.int64]) -> str:

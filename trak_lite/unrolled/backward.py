@@ -22,6 +22,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -34,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite._devices import wide_dtype
 from trak_lite._progress import KeptProgress
-from trak_lite.data.batches import map_tensors, move_batch, take_rows
+from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -52,6 +53,7 @@ from trak_lite.unrolled.program import (
     Frozen,
     Operations,
     Part,
+    derivatives,
     naming_failures,
     repeatable,
     require_parameters,
@@ -313,10 +315,12 @@ class Replay:
             is_first = not self._compared and not found
             if is_first:
                 leaves = {name: value.detach().requires_grad_() for name, value in final.parameters.items()}
-                passed = partial(output, leaves, run.frozen, moved)
+                passed = partial(output, leaves, run.frozen)
+                every = self._targets.batches(rows_in_batches(np.arange(len(self._targets)), 1))
+                others = (passed(move_batch(one, run.device)) for _, one in every)
                 with torch.enable_grad():
-                    value = through_the_call("f of a target", model, leaves, passed)
-                require_parameters("f of a target", value, leaves.values())
+                    value = through_the_call("f of a target", model, leaves, partial(passed, moved))
+                    require_parameters("f of a target", chain([value], others), leaves.values())
             if is_first and _fits_in_float64([final.parameters, *run.frozen]):
                 at, fixed, wide = _in_float64([final.parameters, [*run.frozen], moved])
                 self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)
@@ -352,8 +356,7 @@ def _gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
     """Return the gradient of a number by named tensors."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in at.items()}
-        found = torch.autograd.grad(output(leaves), list(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+        return derivatives(output(leaves), leaves)
 
 
 def _require_differences(

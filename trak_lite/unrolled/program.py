@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
@@ -312,12 +312,12 @@ class Program:
         handle = self.model.register_forward_hook(compare)
         call = ModelCall(self.model, parameters, buffers)
 
-        def passed() -> Any:
+        def passed(batch: Batch = part.batch) -> Any:
             seeded = SeededDropout(step_key(0, 0, 0, self.device))
             # Checkpointing runs parts again in the backward pass, outside the masks of the step.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
             with torch.enable_grad(), no_hooks, seeded, naming_failures(self.model, "train"):
-                return self.recipe.loss(call, part.batch)
+                return self.recipe.loss(call, batch)
 
         try:
             losses = through_the_call("loss", self.model, state.parameters, passed)
@@ -330,7 +330,10 @@ class Program:
                 f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
                 'a mean: cross_entropy(model(inputs), labels, reduction="none").'
             )
-        require_parameters("loss", losses, [parameters[name] for name in state.parameters])
+        rows = rows_in_batches(np.arange(len(self.recipe.rows)), self.recipe.batch_size)
+        others = (passed(other.batch) for some in rows for other in self.parts(some))
+        trained = [parameters[name] for name in state.parameters]
+        require_parameters("loss", itertools.chain([losses], others), trained)
         changed.update(name for name, copy in copies.items() if copy._version != versions[name])
         if changed:
             raise UnsupportedModelError(
@@ -347,24 +350,32 @@ class Program:
 
 def through_the_call(what: str, model: nn.Module, trained: Container[str], values: Callable[[], Any]) -> Any:
     """Return ``values()``; raise if they depend on the trained tensors of the module, which a call replaces."""
+    random = RandomState.on({torch.device("cpu"), model_device(model)})
     right = values()  # first, because code may keep something at its first call
     own = [(p, p.data) for name, p in model.named_parameters() if name in trained and type(p.data) is Tensor]
-    found = None
-    try:
-        for parameter, value in own:
-            parameter.data = value.new_full((), torch.nan).expand(value.shape)
-        found = values()
-    except Exception as error:  # it reads the NaN, or raises without it too
-        refuse_machine_failure(error)
-        logger.debug("The %s with NaN in the module: %.200s", what, error)
-    finally:
-        for parameter, value in own:
-            parameter.data = value
-    if isinstance(right, Tensor) and not (
-        isinstance(found, Tensor)
-        and found.shape == right.shape
-        and torch.equal(found.isfinite(), right.isfinite())
-    ):
+
+    def is_read(other: float) -> bool:
+        """Whether the values are others with a number in place of all trained entries of the module."""
+        found = None
+        try:
+            for parameter, value in own:
+                parameter.data = value.new_full((), other).expand(value.shape)
+            found = values()
+        except Exception as error:  # it reads the number, or raises without it too
+            refuse_machine_failure(error)
+            logger.debug("The %s with %s in the module: %.200s", what, other, error)
+        finally:
+            for parameter, value in own:
+                parameter.data = value
+        if not isinstance(found, Tensor) or found.shape != right.shape:
+            return True
+        if not torch.equal(found.isfinite(), right.isfinite()):
+            return True
+        # Values that are others in every call, with random numbers or a counter of calls, tell nothing.
+        return not random.has_moved() and not _is_close(found, right) and _is_close(values(), right)
+
+    # A comparison with NaN is False, and so may be that with any one number.
+    if isinstance(right, Tensor) and any(map(is_read, (torch.nan, -3.0))):
         raise UnsupportedModelError(
             f"The {what} reads trained parameters of {type(model).__name__} itself, which keep their values while the "
             "training changes copies of them. Use m(inputs) and m.parameters[name] of its first argument m, not "
@@ -373,8 +384,27 @@ def through_the_call(what: str, model: nn.Module, trained: Container[str], value
     return right
 
 
-def require_parameters(what: str, values: Tensor, parameters: Iterable[Tensor]) -> None:
-    """Raise if no path of autograd leads from the values to one of the parameters."""
+def _is_close(found: Any, right: Tensor) -> bool:
+    """Return whether two values are the same where ``right`` is finite, but for rounding, as of sums in any order."""
+    if not isinstance(found, Tensor) or found.shape != right.shape:
+        return False
+    finite = right.isfinite()
+    apart = (found - right).detach()[finite].abs()
+    eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0
+    return not apart.numel() or bool((apart <= eps**0.75 * right.detach()[finite].abs().max()).all())
+
+
+def require_parameters(what: str, values: Iterable[Tensor], parameters: Collection[Tensor]) -> None:
+    """Raise if no path of autograd leads from any of the values to one of the parameters."""
+    # A batch may use parts of the model that are not trained, as the heads of other domains.
+    if not any(_depends(value, parameters) for value in values):
+        raise UnsupportedModelError(
+            f"The {what} depends on no trained parameter. Call the model that it is given, m(inputs), and read its "
+            "tensors from m.parameters: a module from outside is not trained."
+        )
+
+
+def _depends(values: Tensor, parameters: Collection[Tensor]) -> bool:
     wanted, known = {id(parameter) for parameter in parameters}, {values.grad_fn}
     waiting = list(known)
     while waiting:
@@ -382,14 +412,11 @@ def require_parameters(what: str, values: Tensor, parameters: Iterable[Tensor]) 
         if node is None:
             continue
         if id(getattr(node, "variable", None)) in wanted:
-            return
+            return True
         before = {one for one, _ in node.next_functions} - known
         known |= before
         waiting += before
-    raise UnsupportedModelError(
-        f"The {what} depends on no trained parameter. Call the model that it is given, m(inputs), and read its tensors "
-        "from m.parameters: a module from outside is not trained."
-    )
+    return False
 
 
 def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -403,8 +430,14 @@ def _gradient(
     """Return the gradient of the total of ``losses(parameters, *given)``, which cannot be differentiated again."""
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        total = _total(losses(leaves, *given), weights, size)
-        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+        return derivatives(_total(losses(leaves, *given), weights, size), leaves)
+
+
+def derivatives(number: Tensor, leaves: Named) -> Named:
+    """Return the derivatives of a number by named tensors: zero by those that it does not depend on."""
+    if not number.requires_grad:
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(number, list(leaves.values()), materialize_grads=True)
     return dict(zip(leaves, found, strict=True))
 
 
