@@ -41,16 +41,20 @@ class Stages:
          (checkpoint 3 of 3)
     """
 
-    def __init__(self, count: int | None, units: int) -> None:
-        self._count, self._units, self._number = count, units, 0
+    def __init__(self, count: int | None, units: int, passes: int) -> None:
+        self._count, self._units, self._passes, self._number = count, units, passes, 0
+        self._is_known = units > 0
         self._left, self._computed = 0, 0
         self._began = self.said = time.monotonic()
 
     @classmethod
     @contextmanager
-    def of(cls, count: int | None, units: int = 0) -> Iterator[Self]:
-        """Show these stages in all bars of the block: ``count`` checkpoints of ``units`` units each, where known."""
-        stages = cls(count, units)
+    def of(cls, count: int | None, units: int = 0, *, passes: int = 1) -> Iterator[Self]:
+        """Show these stages in all bars of the block: ``passes`` over ``count`` checkpoints of ``units`` units each.
+
+        Without ``units``, a checkpoint is expected to take as many as the one before it.
+        """
+        stages = cls(count, units, passes)
         token = _STAGES.set(stages)
         try:
             yield stages
@@ -61,15 +65,20 @@ class Stages:
         """Yield the items, each as the next stage."""
         for item in items:
             self._number += 1
-            self._left = self._units * (1 + (self._count or 0) - self._number)
+            self._left = self._units * (1 + (self._count or 0) * self._passes - self._number)
+            before = self._computed
             yield item
+            if not self._is_known:
+                self._units = self._computed - before or self._units
 
     @property
     def place(self) -> str:
         """``" (checkpoint 2 of 5)"``; empty if there is only one."""
         if self._number == 0 or self._count == 1:
             return ""
-        return f" (checkpoint {self._number}{'' if self._count is None else f' of {self._count}'})"
+        if self._count is None:
+            return f" (checkpoint {self._number})"
+        return f" (checkpoint {(self._number - 1) % self._count + 1} of {self._count})"
 
     def begin(self, done: int) -> None:
         """Leave out units that were already done when a bar begins."""
@@ -119,14 +128,19 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """
 
     writes_lines = False
+    stages: Stages | None = None
 
-    def start_lines(self, label: str, unit: str, total: int, done: float) -> None:
+    def start_lines(self, unit: str, total: int, done: float) -> None:
         """Write lines from now on, as no bar is shown."""
         self.writes_lines = True
-        self._label, self._unit, self._all, self._first, self._now = label, unit, total, done, done
+        self._unit, self._all, self._first, self._now = unit, total, done, done
         self._began = self._said = time.monotonic()
 
     def update(self, n: float | None = 1) -> bool | None:
+        if self.stages is not None and n:
+            self.stages.advance(int(n))
+            if self.stages.place and self.stages.time_left:
+                self.set_postfix_str(f"all: {self.stages.time_left}", refresh=False)
         if self.writes_lines and n:
             self._now += n
             self._write_line_if_due()
@@ -134,12 +148,12 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
         return shown
 
     def _write_line_if_due(self) -> None:
-        stages, now = _STAGES.get(), time.monotonic()
+        stages, now = self.stages, time.monotonic()
         if now - (self._said if stages is None else stages.said) < _LINE_EVERY:
             return
         self._said = now
         left, rate = self._all - self._now, (self._now - self._first) / max(now - self._began, 1e-9)
-        text = f"{self._label}: {self._now:,} of {self._all:,} {self._unit}s, {rate:.3g} a second"
+        text = f"{self.label}: {self._now:,} of {self._all:,} {self._unit}s, {rate:.3g} a second"
         if rate > 0:
             text += f", {tqdm.format_interval(left / rate)} left"
         if stages is not None:
@@ -166,14 +180,19 @@ def progress_bar(
     """Return a progress bar of ``total`` units, some of them done, with label, percentage, remaining time and rate.
 
     In a distributed run only rank 0 shows it. ``progress=None`` shows it on a terminal only, and without one writes a
-    line a minute.
+    line a minute. The label, and the time to the end of all, are of the present :class:`Stages`.
     """
+    stages = None if progress is False else _STAGES.get()
+    if stages is not None:
+        label += stages.place
+        stages.begin(done)
     hidden = None if progress is None else not progress
     bar = _Bar(
         total=total, initial=done, desc=label, unit=unit, disable=True if distributed_rank() else hidden
     )
+    bar.stages, bar.label = stages, label
     if progress is None and bar.disable and not distributed_rank():
-        bar.start_lines(label, unit, total, done)
+        bar.start_lines(unit, total, done)
     return bar
 
 
@@ -203,21 +222,12 @@ class KeptProgress:
         self, total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
     ) -> None:
         """Show the bar; the arguments are those of :func:`progress_bar`."""
-        self._stages = None if progress is False else _STAGES.get()
-        if self._stages is not None:
-            label += self._stages.place
-            self._stages.begin(done)
-        self._total, self._done = total, done
-        self._label, self._unit = label, unit
+        self._total, self._done, self._unit = total, done, unit
         self._bar = progress_bar(total, done, label=label, unit=unit, progress=progress)
 
     def advance(self, count: int) -> None:
         """Count saved units; a negative count subtracts."""
         self._done += count
-        if self._stages is not None:
-            self._stages.advance(count)
-            if self._stages.place and self._stages.time_left:
-                self._bar.set_postfix_str(f"all: {self._stages.time_left}", refresh=False)
         self._bar.update(count)
 
     def say(self, text: str) -> None:
@@ -231,4 +241,6 @@ class KeptProgress:
         self._bar.close()
         if isinstance(error, KeyboardInterrupt):
             # "At least": the interrupt may come between saving a result and counting it.
-            error.add_note(f"{self._label}: at least {self._done} of {self._total} {self._unit}s are done.")
+            error.add_note(
+                f"{self._bar.label}: at least {self._done} of {self._total} {self._unit}s are done."
+            )

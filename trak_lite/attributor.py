@@ -576,7 +576,9 @@ class Attributor:
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if checkpoints[0] is not None:
-                used = [target_set.add(one, known) for one in iterate_checkpoints(*checkpoints)]
+                found = iterate_checkpoints(*checkpoints)
+                with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
+                    used = [target_set.add(one, known) for one in stages.each(found)]
             train = tables.complete_tables(session.store, used, known)
             if used is None and len(set(method.weights(len(train)))) > 1:
                 tables.require_order(train, self._run.last)

@@ -124,6 +124,34 @@ def test_without_a_terminal_a_line_a_minute_says_how_far_all_checkpoints_are(
     assert 5 <= len(found) < 15  # of 15 batches
 
 
+@pytest.mark.parametrize("call", ["score", "find", "stream", "passes"])
+@pytest.mark.parametrize("method", ["GaussNewton", "EKFAC"])
+def test_lines_of_scoring_say_how_far_all_checkpoints_are(call, method, capsys, monkeypatch):
+    states = [nn.Linear(4, 3).state_dict() for _ in range(3)]
+    made = attributor(None)
+    made.featurize(FEW, states)
+    monkeypatch.setattr("trak_lite._progress._LINE_EVERY", 0.0)
+    capsys.readouterr()
+    if call in ("score", "find"):
+        made.score(FEW, method=method, **({"checkpoints": states} if call == "score" else {}))
+    else:
+        method = "GradDot" if method == "GaussNewton" else method
+        item = 4 * 15 * (1 if method == "GradDot" else 2) + 4 * 40
+        more = {"max_bytes": 20 * item} if call == "passes" else {}  # for half of the targets at a time
+        made.stream_scores(FEW, FEW, method=method, checkpoints=states, **more)
+    found = re.findall(
+        r"(\w+).* \(checkpoint (\d) of 3\): .*?(; [\d:]+ to the end of all)?\n", capsys.readouterr().err
+    )
+    places = [place for label, place, _ in found if label == "Targets"]  # 40 rows take two batches
+    assert places == [*("123123" if call == "passes" else "112233")]
+    labels = {"Targets"} | ({"Fitting"} if method == "EKFAC" else set())
+    assert {label for label, *_ in found} == labels | ({"Scoring"} if call in ("stream", "passes") else set())
+    # A fit is known after the first checkpoint, and nothing is left after the last line.
+    ends = [bool(end) for _, place, end in found if place > "1" or method != "EKFAC"]
+    assert all(ends[:-1])
+    assert not ends[-1]
+
+
 def test_the_time_to_the_end_of_all_counts_rows_that_are_found_and_fits(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: clock[0]))

@@ -117,6 +117,22 @@ def test_the_interval_has_the_spread_of_resampled_subsets_and_targets():
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
 
 
+def test_intervals_are_those_of_an_earlier_release():
+    rng = np.random.default_rng(3)
+    outputs = rng.normal(size=(12, 9))
+    outputs[:, 4] = 1.0
+    first, second = outputs + rng.normal(size=(12, 9)), np.round(outputs + 3 * rng.normal(size=(12, 9)))
+    second[:, 2] = 0
+    settings = {"masks": None, "outputs": outputs, "num_resamples": 50, "seed": 7}
+    found = [evaluation.linear_datamodeling_score(one, **settings) for one in (first, second)]
+    lead = evaluation.compare_datamodeling_scores(first, second, **settings)
+    assert [(one.mean, *one.interval) for one in (*found, lead)] == [
+        pytest.approx([0.6232517482517482, 0.4022256260515396, 0.8442778704519569], abs=1e-14),
+        pytest.approx([0.10766647583538373, -0.16620876951669838, 0.3815417211874659], abs=1e-14),
+        pytest.approx([0.5155852724163645, 0.1586999014191643, 0.8724706434135647], abs=1e-14),
+    ]
+
+
 def test_intervals_of_few_subsets_cover_the_expected_score():
     """Predictions and outputs with a known correlation; 8 subsets, nominal 95 %."""
     covered = 0

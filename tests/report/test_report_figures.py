@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import reference
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from late import Late
@@ -112,12 +113,24 @@ def test_agreement_of_checkpoints_is_the_rank_correlation_of_their_own_scores(tm
     assert scores.reliability().agreement.mean() == pytest.approx(off)
 
 
-def test_agreement_takes_evenly_spaced_rows_and_targets():
+def test_the_scores_of_a_checkpoint_are_ranked_once_for_all_pairs(monkeypatch):
+    ranked, sort = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *given, **more: ranked.append(1) or sort(*given, **more))
+    drawn_scores(num_checkpoints=5, method=GaussNewton(damping=1.0)).checkpoint_agreement()
+    assert len(ranked) == 5
+
+
+@pytest.mark.parametrize(
+    "at_once", [1 << 24, 40]
+)  # scores that are ranked together: those of all targets, or of two
+def test_agreement_takes_evenly_spaced_rows_and_targets(at_once, monkeypatch):
+    monkeypatch.setattr("trak_lite.scoring.uncertainty._RANKED_VALUES", at_once)
     off = GaussNewton(damping=1.0, q="off")
     shape = {"num_checkpoints": 2, "num_rows": 40, "num_targets": 5}
     alone = [replace(off, checkpoint_weights=weights) for weights in ((1, 0), (0, 1))]
     own = [drawn_scores(method=method, **shape).numpy()[::4, ::2] for method in alone]
     found = drawn_scores(method=off, **shape).checkpoint_agreement(max_rows=10, max_targets=3)
+    np.testing.assert_array_equal(found.diagonal(), 1)
     assert found[0, 1] == pytest.approx(rank_correlation(*own))
     for name in ("max_rows", "max_targets"):
         with pytest.raises(InvalidInputError, match="at least 1, got 0"):

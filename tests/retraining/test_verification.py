@@ -250,9 +250,13 @@ def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attribut
 
 
 # ------------------------------------------------------------------------ baselines
-def test_baselines_are_those_of_dense_features(attributor):
+def test_baselines_are_those_of_dense_features(attributor, monkeypatch):
     texts = [f"row {i % 5} {i % 3}" for i in range(N)], [f"{j % 5} {j}" for j in range(M)]
-    verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=8, texts=texts)
+    ranked, cumsum = [], np.cumsum
+    with monkeypatch.context() as patched:
+        patched.setattr("numpy.cumsum", lambda *given, **more: ranked.append(1) or cumsum(*given, **more))
+        verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=8, texts=texts)
+    assert 0 < len(ranked) <= 6 * (RESAMPLES + 2)  # outputs, scores and 4 baselines, once per resample
     masks = evaluation.subset_masks(N, 8)
     outputs = outputs_of(masks)[:, 0]
     with open_store(str(attributor.path)) as store:

@@ -141,6 +141,27 @@ def test_the_time_of_a_plan_is_that_of_its_batches(seconds, total, clock, monkey
     np.testing.assert_allclose(plan.seconds["rows"], [total] * 4)
 
 
+def test_a_plan_of_slow_data_reads_less_than_the_run(clock):
+    """Eight batches; a trial of another size takes at most a tenth of the run, and the batch that it ends with."""
+    data = Timed(clock, 2000, lambda rows: 0.005 * len(rows))
+    plan = attributor(None).plan(Rows(data, name="slow", batch_size=256))
+    assert sum(data.sizes) <= 4 * 256 + 2 * (200 + 128)
+    np.testing.assert_allclose(plan.seconds["rows"].mean, 0.005 * 256 * 8)
+    assert "Faster" not in str(plan)
+
+
+def test_the_time_of_scores_counts_that_of_writing_them_once(monkeypatch):
+    stored = []
+    monkeypatch.setattr(
+        planning,
+        "_storing_time",
+        lambda run, size, **_: stored.append(size) or planning.Span(7.0, 7.0, 7.0, 7.0),
+    )
+    plan = attributor(None).plan(TRAIN, TARGETS, checkpoints=[perceptron().state_dict()] * 2)
+    assert stored == [400 * 20 * 4]
+    assert 7 < plan.seconds["scores"].low < 14
+
+
 @pytest.mark.parametrize("power", [0.0, 0.95])
 def test_a_clearly_faster_batch_size_is_proposed(clock, power, monkeypatch):
     """Batches of 4000 rows end with their chunks of 256; of 800 there are too few of 128 to compare."""

@@ -103,10 +103,10 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
             "several seeds, such as seeds=(0, 1)."
         )
     num_seeds = values.shape[1]
-    ranked = [_ranked_outputs([], values[:, place]) for place in range(num_seeds)]
     subsets, targets = np.ones(len(values)), np.ones(values.shape[2])
+    ranks = (_ranked_outputs([], values[:, place]).deviations(subsets) for place in range(num_seeds))
     # Both orders: a target that is constant for one seed counts only as the prediction.
-    pairs = itertools.permutations(ranked, 2)
+    pairs = itertools.permutations(ranks, 2)
     between = float(np.mean([_mean(_correlations(*pair, subsets), targets) for pair in pairs]))
     reliability = num_seeds * between / (1 + (num_seeds - 1) * between) if between > 0 else 0.0
     return NoiseCeiling(between, reliability, math.sqrt(reliability))
@@ -190,25 +190,14 @@ def linear_datamodeling_score(
         >>> linear_datamodeling_score([[1.0], [2.0]], masks, [[0.1], [0.4], [0.9]]).mean
         1.0
     """
-    predicted = _predictions(scores, masks)
-    actual = _ranked_outputs([predicted], outputs)
-    ranked = _Ranked(predicted)
-    mean, (low, high) = _bootstrapped(
-        lambda subsets, targets: _mean(_correlations(ranked, actual, subsets), targets),
-        predicted.shape,
+    ((found,), _) = compared_scores(
+        [_predictions(scores, masks)],
+        outputs,
         num_resamples=num_resamples,
         seed=seed,
         confidence=confidence,
     )
-    per_target = _correlations(ranked, actual, np.ones(len(predicted)))
-    return LinearDatamodelingScore(
-        mean=mean,
-        per_target=per_target,
-        interval=(max(low, -1.0), min(high, 1.0)),
-        confidence=confidence,
-        num_subsets=len(predicted),
-        num_constant=int(np.isnan(per_target).sum()),
-    )
+    return found
 
 
 def compare_datamodeling_scores(
@@ -238,19 +227,50 @@ def compare_datamodeling_scores(
         InvalidInputError: If shapes do not fit, there are fewer than 2 subsets, or every target is constant.
         NonFiniteError: If a score or an output is NaN or infinite.
     """
-    summed = [_predictions(scores, masks) for scores in (first, second)]
-    actual = _ranked_outputs(summed, outputs)
-    one, other = (_Ranked(predicted) for predicted in summed)
-    mean, interval = _bootstrapped(
-        lambda subsets, targets: _mean(
-            _correlations(one, actual, subsets) - _correlations(other, actual, subsets), targets
-        ),
-        summed[0].shape,
+    (_, (found,)) = compared_scores(
+        [_predictions(scores, masks) for scores in (first, second)],
+        outputs,
         num_resamples=num_resamples,
         seed=seed,
         confidence=confidence,
     )
-    return ScoreDifference(mean, interval, confidence)
+    return found
+
+
+def compared_scores(
+    predictions: Sequence[NDArray[np.float64]],
+    outputs: ArrayLike,
+    *,
+    num_resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> tuple[list[LinearDatamodelingScore], list[ScoreDifference]]:
+    """Return the scores of several methods' predictions ``(S, M)``, and the first one's lead over each of the others.
+
+    They equal those of :func:`linear_datamodeling_score` and :func:`compare_datamodeling_scores`. All are evaluated on
+    the same resamples, and each resample is ranked once.
+    """
+    actual, ranked = _ranked_outputs(predictions, outputs), [_Ranked(one) for one in predictions]
+
+    def correlations(subsets: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        own = actual.deviations(subsets)
+        return [_correlations(one.deviations(subsets), own, subsets) for one in ranked]
+
+    def means(subsets: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
+        first, *others = correlations(subsets)
+        return [_mean(one, targets) for one in (first, *others, *(first - other for other in others))]
+
+    num_subsets = len(predictions[0])
+    found = _bootstrapped(
+        means, predictions[0].shape, num_resamples=num_resamples, seed=seed, confidence=confidence
+    )
+    scores = []
+    for (mean, (low, high)), per_target in zip(found, correlations(np.ones(num_subsets)), strict=False):
+        interval, num_constant = (max(low, -1.0), min(high, 1.0)), int(np.isnan(per_target).sum())
+        scores.append(
+            LinearDatamodelingScore(mean, per_target, interval, confidence, num_subsets, num_constant)
+        )
+    return scores, [ScoreDifference(*one, confidence) for one in found[len(scores) :]]
 
 
 def leave_one_out_correlation(
@@ -314,29 +334,35 @@ class _Ranked:
 
 
 def _bootstrapped(
-    statistic: Callable[[NDArray[np.float64], NDArray[np.float64]], float],
+    statistics: Callable[[NDArray[np.float64], NDArray[np.float64]], list[float]],
     shape: tuple[int, ...],
     *,
     num_resamples: int,
     seed: int,
     confidence: float,
-) -> tuple[float, tuple[float, float]]:
-    """Return a statistic of the counts of each subset ``(S,)`` and each target ``(M,)``, and its normal interval."""
+) -> list[tuple[float, tuple[float, float]]]:
+    """Return statistics of the counts of each subset ``(S,)`` and each target ``(M,)``, with normal intervals."""
     rng = np.random.default_rng(seed)
     quantile = NormalDist().inv_cdf((1.0 + coverage(confidence=confidence)) / 2.0)
     draws = [
-        statistic(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))
+        statistics(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))
         for _ in range(positive_int(num_resamples=num_resamples))
     ]
-    mean = statistic(*map(np.ones, shape))
-    there = [value for value in draws if not math.isnan(value)]  # NaN if one subset is drawn S times
-    half = quantile * float(np.std(there)) if there else math.nan
-    return mean, (mean - half, mean + half)
+    found = []
+    for mean, drawn in zip(statistics(*map(np.ones, shape)), zip(*draws, strict=True), strict=True):
+        there = [value for value in drawn if not math.isnan(value)]  # NaN if one subset is drawn S times
+        half = quantile * float(np.std(there)) if there else math.nan
+        found.append((mean, (mean - half, mean + half)))
+    return found
 
 
-def _correlations(predicted: _Ranked, actual: _Ranked, counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ``(M,)`` Spearman correlations: NaN for constant outputs, 0 for constant predictions."""
-    x, y = predicted.deviations(counts), actual.deviations(counts)
+def _correlations(
+    x: NDArray[np.float64], y: NDArray[np.float64], counts: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return ``(M,)`` Spearman correlations of predicted and actual ranks ``(M, S)`` minus their means.
+
+    NaN for constant outputs, 0 for constant predictions.
+    """
     x_square, y_square = x**2 @ counts, y**2 @ counts
     covariance = (x * y) @ counts
     scale = np.sqrt(np.where(x_square > 0, x_square, 1.0) * np.where(y_square > 0, y_square, 1.0))

@@ -420,6 +420,7 @@ class FeaturizingSession:
                 waiting,
                 lambda digest, label: self._fit_fisher(fits, train[digest], label, rows),
                 purpose="to fit the Fisher information",
+                units=self.settings.num_fit_rows(len(rows)),
             )
 
     def _fit_fisher(
@@ -521,8 +522,12 @@ class FeaturizingSession:
                 yield noted
         yield from iterate_checkpoints(None)
 
-    def visit(self, train: TrainTables, visit: Callable[[str, str], None], *, purpose: str) -> None:
+    def visit(
+        self, train: TrainTables, visit: Callable[[str, str], None], *, purpose: str, units: int = 0
+    ) -> None:
         """Load checkpoints of the store one by one and call ``visit`` with the digest and the name of each.
+
+        Each takes so many ``units`` of progress; 0 if that is not known.
 
         Raises:
             StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
@@ -536,7 +541,7 @@ class FeaturizingSession:
                 if self.load(checkpoint) in waiting:
                     yield checkpoint
 
-        with Stages.of(len(waiting)) as stages:
+        with Stages.of(len(waiting), units) as stages:
             for checkpoint in stages.each(needed()):
                 digest = self._digest
                 self.check_train(train[digest])

@@ -41,6 +41,11 @@ class TargetSet:
         if self.method.inverse is not None:
             self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
 
+    @property
+    def num_units(self) -> int:
+        """Rows of a checkpoint, as units of progress; 0 if a curvature may have to be fitted first."""
+        return len(self.rows) if self.method.inverse is None else 0
+
     def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights."""
         digest = self.session.load(checkpoint)
@@ -53,7 +58,8 @@ class TargetSet:
         """Compute the missing features of all checkpoints, from any known source of their weights."""
         agreed = self.session.agreed
         waiting = {digest: table for digest, table in train.items() if not agreed(self._is_there(table))}
-        self.session.visit(waiting, partial(self._fill, train), purpose="to score new targets")
+        fill = partial(self._fill, train)
+        self.session.visit(waiting, fill, purpose="to score new targets", units=self.num_units)
 
     def compare(self, train: TrainTables) -> None:
         """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.

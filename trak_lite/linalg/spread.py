@@ -105,6 +105,25 @@ def agreement(groups: Sequence[Tensor]) -> Tensor:
     return (total.square().sum(1) - own) / (len(groups) * (len(groups) - 1))
 
 
+@torch.no_grad()
+def pair_sums(groups: Sequence[Tensor]) -> Tensor:
+    """Return the Spearman correlations of all pairs of groups, summed over targets; ties as in :func:`agreement`.
+
+    Args:
+        groups: Tensors ``(b, M)``, the scores of each group.
+
+    Returns:
+        ``(G, G)`` float64; its diagonal counts the targets whose scores are not all equal.
+
+    Example:
+        >>> pair_sums([torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.0], [5.0], [1.0]])])
+        tensor([[1.0000, 0.5000],
+                [0.5000, 1.0000]], dtype=torch.float64)
+    """
+    ranks = torch.stack([_unit_ranks(scores.T).flatten() for scores in groups])
+    return ranks @ ranks.T
+
+
 def expected_agreement(single: Tensor, num_groups: int) -> Tensor:
     """Return the expected correlation between means over G groups, given that between single groups.
 

@@ -19,14 +19,9 @@ from torch import Tensor
 
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.evaluation import (
-    compare_datamodeling_scores,
-    linear_datamodeling_score,
-    subset_masks,
-    summed_scores,
-)
+from trak_lite.evaluation import subset_masks, summed_scores
 from trak_lite.evaluation.calibration import fit_weights
-from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
+from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference, compared_scores
 from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
@@ -269,8 +264,9 @@ class _Fit:
         across: Literal["subsets", "targets"] = "subsets",
     ) -> Calibration:
         """Return weights with the LDS and the gain of their predictions ``(S, M)`` on what was held out."""
-        gain = Estimate.of(lead_of(better, default, outputs, confidence))
-        default_lds, better_lds = (Estimate.of(lds_of(one, outputs, confidence)) for one in (default, better))
+        found, (lead,) = bootstrapped_scores([better, default], outputs, confidence)
+        better_lds, default_lds = map(Estimate.of, found)
+        gain = Estimate.of(lead)
         return Calibration(
             kept=gain.low > 0.0,
             default=default_lds,
@@ -350,18 +346,11 @@ def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np
     return scores
 
 
-def lds_of(predicted: Array, outputs: Array, confidence: float) -> LinearDatamodelingScore:
-    """Return the LDS of predictions ``(S, M)`` with its interval."""
-    return linear_datamodeling_score(
-        predicted, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
-    )
-
-
-def lead_of(first: Array, second: Array, outputs: Array, confidence: float) -> ScoreDifference:
-    """Return the LDS of the first predictions minus that of the second, paired."""
-    return compare_datamodeling_scores(
-        first, second, None, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence
-    )
+def bootstrapped_scores(
+    predictions: Sequence[Array], outputs: Array, confidence: float
+) -> tuple[list[LinearDatamodelingScore], list[ScoreDifference]]:
+    """Return the LDS of predictions ``(S, M)`` with intervals, and the paired lead of the first over each other."""
+    return compared_scores(predictions, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence)
 
 
 def unit_rows(rows: Tensor) -> Tensor:

@@ -27,10 +27,9 @@ from trak_lite.models.sharded import refuse_sharded
 from trak_lite.retraining.calibrated import (
     Array,
     SubsetSums,
+    bootstrapped_scores,
     calibrated_matrix,
     fitted_to_subsets,
-    lds_of,
-    lead_of,
     require_kernel,
     summed_over,
     unit_rows,
@@ -218,18 +217,15 @@ def evaluate(
     outputs = retrained.mean
     predicted = summed_over(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)
-    found = lds_of(predicted, outputs, confidence)
-    baselines = tuple(
-        Baseline(
-            name,
-            Estimate.of(lds_of(baseline, outputs, confidence)),
-            Estimate.of(lead_of(predicted, baseline, outputs, confidence)),
-        )
-        for name, baseline in _baselines(rows, sums, retrained.masks, scores.shape, texts)
+    names, others = zip(*_baselines(rows, sums, retrained.masks, scores.shape, texts), strict=True)
+    (found, *own), leads = bootstrapped_scores([predicted, *others], outputs, confidence)
+    baselines = (
+        Baseline(name, Estimate.of(lds), Estimate.of(lead))
+        for name, lds, lead in zip(names, own, leads, strict=True)
     )
     return Verdict(
         lds=Estimate.of(found),
-        baselines=baselines,
+        baselines=tuple(baselines),
         num_subsets=len(outputs),
         num_seeds=len(retrained.seeds),
         alpha=float(retrained.masks.mean()),
@@ -370,7 +366,8 @@ def verify_run(
             digest=digest,
         )
         predicted = summed_over(scores, masks)
-        found.append((share, Estimate.of(lds_of(predicted, retrained.mean, confidence))))
+        ((lds,), _) = bootstrapped_scores([predicted], retrained.mean, confidence)
+        found.append((share, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict

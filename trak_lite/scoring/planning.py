@@ -6,6 +6,7 @@ Shapes: N train rows, M targets, K feature width, C checkpoints.
 from __future__ import annotations
 
 import functools
+import math
 import shutil
 import statistics
 import tempfile
@@ -44,6 +45,8 @@ _FEWEST, _MOST = 4, 40
 """Further batches of a trial."""
 _TRIED: Final = (32, 128, 512)
 """Sizes of batches that are compared."""
+_LARGEST_SHARE: Final = 0.1
+"""A trial of another size ends at this share of the time of the run, counted with its first batches."""
 _CLEARLY: Final = 0.8
 """Another batch size is proposed if it takes at most this share of the time."""
 _PRODUCT_ROWS: Final = 1024
@@ -168,13 +171,16 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     scoring, peak = _scoring(settings, num_rows, num_targets, advice)
     disk = _disk(settings, num_rows, num_targets, count, draws)
     if num_targets and disk["kernels"]:
-        scoring = scoring.plus(_storing_time(run, disk["kernels"] // count))
+        scoring = scoring.plus(_storing_time(run, disk["kernels"] // count, is_read=True))
     seconds["scores"] = scoring.times(count)
+    if num_targets and scoring.mean:
+        seconds["scores"] = seconds["scores"].plus(_storing_time(run, disk["scores"], is_read=False))
     growths = [one.growth for one in (trial, fit) if one is not None and one.growth is not None]
     memory = {"featurizing": max(growths, default=None), "scoring": peak}
     for size in _TRIED:
         if size != whole and size <= chunk_rows and size * (_WARM + _FEWEST) <= num_rows:
-            other = _tried(run, chosen, rows, checkpoint, size, longest=0.5)
+            most = max(0.5, _LARGEST_SHARE * seconds["rows"].mean)
+            other = _tried(run, chosen, rows, checkpoint, size, longest=0.5, most=most)
             per_batch[size] = other
             if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
                 break  # larger ones will not be faster
@@ -201,14 +207,20 @@ def _tried(
     *,
     draws: int = 0,
     longest: float = _LONGEST,
+    most: float = math.inf,
 ) -> _Trial:
-    """Compute some batches of rows, or of a fit, as ``featurize`` does, and write them to a store of their own."""
+    """Compute some batches of rows, or of a fit, as ``featurize`` does, and write them to a store of their own.
+
+    The trial ends ``longest`` seconds after its first batches, ``most`` seconds after it began, or, if it is slow, with
+    half of the batches of the run.
+    """
     num_rows = draws or len(rows)
     chunk_rows, per_batch = settings.train_table(num_rows, {}).chunk_rows, batch_size
     if draws:
         chunk_rows, per_batch = _fit_grid(settings, len(rows), batch_size)
     first = np.arange(min(num_rows, (_WARM + _MOST) * per_batch))
     batches = plan_batches(first, chunk_rows, per_batch)
+    half = max(_WARM + 1, num_rows // per_batch // 2)
     with _scratch(run.workspace) as workspace:
         trial = replace(run, settings=settings, workspace=workspace, progress=False, computers=None)
         size, rows.batch_size = rows.batch_size, batch_size
@@ -217,6 +229,9 @@ def _tried(
                 growth, marks = _peak_meter(settings.device), [_now()]
                 for _ in session.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
                     marks.append(_now())
+                    passed = marks[-1][0] - marks[0][0]
+                    if (len(marks) > half and passed > longest) or passed > most:
+                        break
                     if len(marks) > _WARM + _FEWEST and marks[-1][0] - marks[_WARM][0] > longest:
                         break
                 peak = growth()
@@ -327,8 +342,8 @@ def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     return total
 
 
-def _storing_time(run: Run, num_bytes: int) -> Span:
-    """Return the time to store the kernels of a checkpoint and to read them again."""
+def _storing_time(run: Run, num_bytes: int, *, is_read: bool) -> Span:
+    """Return the time to store so many bytes and, if asked, to read them again."""
     size = min(num_bytes, _MOST_STORED)
     array = np.ones(size // 8)
     with _scratch(run.workspace) as workspace, workspace.opened(run.settings.manifest({})):
@@ -336,7 +351,8 @@ def _storing_time(run: Run, num_bytes: int) -> Span:
 
         def stored() -> None:
             store.cache("trial", "trial", array)
-            store.cached("trial", "trial")
+            if is_read:
+                store.cached("trial", "trial")
 
         return _timed(stored).times(num_bytes / size)
 

@@ -5,9 +5,8 @@ Shapes: N train rows, M targets, C checkpoints, G groups of checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import final
 
 import numpy as np
@@ -19,7 +18,7 @@ from trak_lite._devices import copied_ahead
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.spread import Spread, agreement, expected_agreement
+from trak_lite.linalg.spread import Spread, agreement, expected_agreement, pair_sums
 from trak_lite.run.tables import score_table_spec
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm, group_tile, tile_ranges
@@ -112,19 +111,17 @@ class Repeats:
     def reliability(self, *, threshold: float, max_rows: int) -> Reliability:
         """Return the agreement on ``max_rows`` evenly spaced train rows."""
         rows = spread_rows(self._source.num_rows, max_rows)
-        width = max(1, _RANKED_VALUES // (len(rows) * len(self._groups)))
-        starts = range(0, self._source.num_targets, width)
-        found = torch.cat([agreement(self._scores(rows, slice(start, start + width))) for start in starts])
+        found = torch.cat([agreement(part) for part in self._parts(rows, slice(None))])
         expected = expected_agreement(found, len(self._groups)).cpu().numpy()
         return Reliability(found.cpu().numpy(), expected, expected >= threshold)
 
     def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
         """Return the mean Spearman correlations of all pairs, ``(G, G)``, over evenly spaced rows and targets."""
         rows = spread_rows(self._source.num_rows, max_rows)
-        own = self._scores(rows, every_nth(self._source.num_targets, max_targets))
-        found = np.eye(len(own))
-        for a, b in combinations(range(len(own)), 2):
-            found[a, b] = found[b, a] = float(agreement([own[a], own[b]]).mean())
+        targets = every_nth(self._source.num_targets, max_targets)
+        sums = sum(pair_sums(part).cpu().numpy() for part in self._parts(rows, targets))
+        found = np.asarray(sums) / len(range(self._source.num_targets)[targets])
+        np.fill_diagonal(found, 1.0)
         return found
 
     def _errors(self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
@@ -132,6 +129,14 @@ class Repeats:
         for group in self._groups:
             spread.add(*group_tile(terms, group, len(self._groups), rows, q=self._source.method.q))
         return spread.standard_error()
+
+    def _parts(self, rows: NDArray[np.int64], targets: slice) -> Iterator[list[Tensor]]:
+        """Yield the scores of every group alone, for as many targets at a time as are ranked together."""
+        width = max(1, _RANKED_VALUES // (len(rows) * len(self._groups)))
+        chosen = range(self._source.num_targets)[targets]
+        for start in range(0, len(chosen), width):
+            part = chosen[start : start + width]
+            yield self._scores(rows, slice(part.start, part.stop, part.step))
 
     def _scores(self, rows: NDArray[np.int64], targets: slice) -> list[Tensor]:
         """Return the scores of every group alone, ``(rows, M)``."""

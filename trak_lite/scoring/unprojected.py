@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite._devices import copied_ahead, precise
+from trak_lite._progress import Stages
 from trak_lite._validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
@@ -107,20 +108,25 @@ def scores_of_stream(
         run = copy.copy(run)  # another question in memory: the fit to other train data stays as it is
         run.workspace = Workspace(None)
     with run.session(dataset) as session:
-
-        def walk(visit: Visit) -> None:
-            for checkpoint, weight in zip(checkpoints, weights, strict=True):
-                visit(session.load(checkpoint), checkpoint.name, weight)
-
         scorer = _Scorer(session, train, targets, method)
-        for block in scorer.blocks(len(train), max_bytes):
-            found = scorer.scores(everything, block, walk)
-            if matrix is not None:
-                matrix[:, block] = found
-            else:
-                ends = top_and_bottom_of([(0, torch.from_numpy(found))], len(block), k or 1, Ranks())[:, 0]
-                kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
-                known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
+        blocks = scorer.blocks(len(train), max_bytes)
+        units = len(train) + len(blocks[0]) if method.inverse is None else 0
+        with Stages.of(len(checkpoints), units, passes=len(blocks)) as stages:
+
+            def walk(visit: Visit) -> None:
+                for checkpoint, weight in stages.each(zip(checkpoints, weights, strict=True)):
+                    visit(session.load(checkpoint), checkpoint.name, weight)
+
+            for block in blocks:
+                found = scorer.scores(everything, block, walk)
+                if matrix is not None:
+                    matrix[:, block] = found
+                else:
+                    ends = top_and_bottom_of([(0, torch.from_numpy(found))], len(block), k or 1, Ranks())[
+                        :, 0
+                    ]
+                    kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
+                    known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
     record = scorer.record("targets", scorer.convergence(), **shown)
     return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
