@@ -10,7 +10,9 @@ import logging
 import math
 import operator
 import random
+import sys
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -25,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trak_lite import Normalization
+from trak_lite.data.batches import flatten_batch
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.rows import compute_features
@@ -34,7 +37,7 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     recording,
 )
-from trak_lite.gradient_computers.replays import Replays, _close
+from trak_lite.gradient_computers.replays import Replays, _close, _leaves_of
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.projectors import CountSketchProjector
@@ -421,12 +424,20 @@ READS = {
     "allclose": lambda x: torch.allclose(x, x.clamp(max=100.0)),
     "factorisation": lambda x: succeeds(torch.linalg.cholesky, torch.eye(2) * (100 - x.max())),
     "inverse": lambda x: succeeds(torch.linalg.inv, torch.eye(2) * torch.relu(100 - x.max())),
+    "eigenvalues": lambda x: succeeds(torch.linalg.eigh, torch.eye(4) / (x.max() < 100)),
+    "checked factors": lambda x: succeeds(
+        torch.linalg.cholesky_ex, torch.eye(2) * (100 - x.max()), check_errors=True
+    ),
+    "reduction": lambda x: succeeds(
+        torch.index_reduce, torch.ones(9), 0, x[:, 0].abs().long() // 100, torch.ones(len(x)), "amax"
+    ),
     "index": lambda x: succeeds(torch.index_select, torch.ones(100), 0, x[:, 0].abs().long()),
     "entropy": lambda x: succeeds(F.binary_cross_entropy, x.abs() / 100, x.sigmoid()),
     "assertion": lambda x: succeeds(torch._assert_async, x.max() < 100),
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_batch_in_which_python_reads_another_value_runs_the_pass(read):
     """Or in which an operation fails whose result nobody uses."""
@@ -521,7 +532,74 @@ def of_a_cell():
     return lambda s, x: factor, put
 
 
+class Shadowing(Settings):
+    """Gets an attribute of its own in place of that of its base class."""
+
+
+OF_CLASS, PARTS = Settings(), types.SimpleNamespace(part=types.SimpleNamespace(factor=1.0))
+
+
+class Scale:
+    """Reads attributes of its own and of an object that it holds."""
+
+    def __init__(self):
+        self.factor, self.settings = 1.0, Settings()
+
+    def __call__(self, s, x):
+        return self.factor * self.settings.factor
+
+    def method(self, s, x):
+        return self.factor * self.settings.factor
+
+
+CALLED, METHOD, IMPORTED = Scale(), Scale(), types.ModuleType("imported_by_a_task")
+IMPORTED.FACTOR = 1.0
+sys.modules[IMPORTED.__name__] = IMPORTED
+
+
+def by_settings(settings, s, x):
+    return settings.factor
+
+
+def imports(s, x):
+    from imported_by_a_task import FACTOR
+
+    return FACTOR
+
+
+def own(owner, name="factor"):
+    """Return a function that gives an object or a class an attribute, or takes it away where the value is 1."""
+    return lambda value: (
+        delattr(owner, name)
+        if value == 1.0 and name in vars(owner)
+        else (None if value == 1.0 else setattr(owner, name, value))
+    )
+
+
 OUTSIDE = {
+    "an object in place of its class": (lambda s, x: OF_CLASS.factor, own(OF_CLASS)),
+    "a class in place of its base": (lambda s, x: Shadowing.factor, own(Shadowing)),
+    "a part of an object": (lambda s, x: PARTS.part.factor, functools.partial(setattr, PARTS.part, "factor")),
+    "a default": (
+        lambda s, x, settings=SETTINGS: settings.factor,
+        functools.partial(setattr, SETTINGS, "factor"),
+    ),
+    "a default by name": (
+        lambda s, x, *, settings=SETTINGS: settings.factor,
+        functools.partial(setattr, SETTINGS, "factor"),
+    ),
+    "an argument of a partial function": (
+        functools.partial(by_settings, SETTINGS),
+        functools.partial(setattr, SETTINGS, "factor"),
+    ),
+    "an import": (imports, functools.partial(setattr, IMPORTED, "FACTOR")),
+    "an attribute of what is called": (
+        lambda s, x: CALLED(s, x),
+        functools.partial(setattr, CALLED, "factor"),
+    ),
+    "a part of what is called": (lambda s, x: CALLED(s, x), own(CALLED.settings)),
+    "an attribute of the object of a method": (METHOD.method, functools.partial(setattr, METHOD, "factor")),
+    "a part of the object of a method": (METHOD.method, own(METHOD.settings)),
     "a global": (lambda s, x: FACTOR, lambda value: globals().update(FACTOR=value)),
     "a class": (lambda s, x: Settings.factor, lambda value: setattr(Settings, "factor", value)),
     "an object": (lambda s, x: SETTINGS.factor, lambda value: setattr(SETTINGS, "factor", value)),
@@ -806,6 +884,16 @@ class Scaled(dict[str, Any]):
     """A batch with an attribute."""
 
     scale = 1.0
+
+
+def test_a_batch_that_holds_a_data_set_of_texts_is_not_compared_with_others():
+    """Its tensors are found without a look at each text."""
+    batch = Scaled(x=torch.ones(4, 5))
+    batch.texts = ["a text"] * (1 << 18)
+    start = time.process_time()
+    assert _leaves_of(batch)[0] is None
+    assert len(flatten_batch(batch)[0]) == 1
+    assert time.process_time() - start < 0.1, "some milliseconds; 1 s if all texts are looked at"
 
 
 def test_an_attribute_of_a_batch_is_another_kind_of_batch():

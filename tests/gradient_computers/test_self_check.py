@@ -15,6 +15,7 @@ import pytest
 import torch
 from models import Model, assert_exact, by_loop, hooked, rows, wavy
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -294,6 +295,75 @@ def test_a_little_of_a_far_row_is_no_rounding():
         )
 
 
+@pytest.mark.parametrize("share", [0.5, 0.005])
+def test_rows_of_a_small_f_that_mix_are_found_beside_those_of_a_large_f(share):
+    """An offset of f hides their differences in float32, and copies of a row mix with each other."""
+    torch.manual_seed(0)
+    x, group, scale = torch.randn(32, 6), torch.arange(32), torch.ones(32)
+    for row in (0, 4, 9):
+        group[row + 16], scale[[row, row + 16]] = group[row], 1e-4
+
+    def mixing(s, x, group):
+        same = (group[:, None] == group).to(x.dtype)
+        return s.b(s.a(x - share * (same @ x - x)).tanh()).squeeze(1)
+
+    model = Model(mixing, a=nn.Linear(6, 8), b=nn.Linear(8, 1))
+    task = resolve_task(lambda call, batch: (call(batch[0], batch[1]) * batch[2]).square() * 10 + 1)
+    with refused():
+        collect_gradients(HookGradientComputer(model, task), (x, group, scale))
+
+
+def routed(s, x):
+    """An expert for the positive rows, one for the others."""
+    y = torch.zeros_like(s.a(x))
+    for is_own, expert in ((x[:, 0] > 0, s.a), (x[:, 0] <= 0, s.b)):
+        own = is_own.nonzero()[:, 0]
+        y = y.index_add(0, own, expert(x[own]))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "by_part"),
+    [(lambda s, x: s.a(x), True), (lambda s, x: s.a(x[:, None].repeat(1, 3, 1).view(-1, 6)).view(len(x), -1), False),
+     (routed, False)],
+    ids=["plain", "flattened", "routed"],
+)  # fmt: skip
+def test_plans_that_may_mix_samples_are_compared_in_float64_on_the_whole_batch(forward, by_part):
+    torch.manual_seed(0)
+    sizes = []
+
+    def less_precise(s, x):
+        if x.dtype == torch.float64:
+            sizes.append(len(x))
+        found = forward(s, x)
+        return found * 1.001 if found.dtype == torch.float32 and len(x) > 1 else found
+
+    model = Model(less_precise, a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    collect_gradients(HookGradientComputer(model, SQUARES), (torch.randn(20, 6),))
+    assert 20 in sizes
+    assert (8 in sizes) == by_part
+
+
+class Dtypes(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.seen.add(result.dtype)
+        return result
+
+
+def test_a_routed_model_in_float64_computes_in_float64_alone():
+    """A second comparison does not refuse what has other dtypes."""
+    model, x = Model(routed, a=nn.Linear(6, 6), b=nn.Linear(6, 6)).double(), torch.randn(70, 6).double()
+    with Dtypes() as dtypes:
+        HookGradientComputer(model, SQUARES, self_check=False).stream_gradients((x,), lambda _: None)
+    assert dtypes.seen == {torch.float64}
+
+
 def tie(s, x):
     """A unit is on where a batch has several samples, by a difference of the size of its dtype's rounding."""
     h = s.layer(x)
@@ -543,6 +613,17 @@ def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones
     assert all({0, 19} <= set(places) and len(places) == 3 for places in compared.values())
     computer.load_model_params(model)
     assert compared_batches(1)[1] == [0, 3, 5, 8, 11, 14, 16, 19]
+
+
+def test_batches_with_a_name_of_their_own_are_compared_on_one_schedule():
+    """After the sixteenth: a batch of each of a few names is compared first."""
+    model, _ = hooked(lambda s, x: s.a(x) * s.p)
+    computer, alone, compared = HookGradientComputer(model, SQUARES), places_alone(model), []
+    for number in range(1, 41):
+        alone.clear()
+        collect_gradients(computer, (numbered(20), f"part-{number}"))
+        compared += [number] * ({0, 19} <= set(alone))
+    assert compared == [*range(1, 19), 20, 24, 32]
 
 
 def test_every_third_sample_is_compared_in_time_where_two_sizes_take_turns():

@@ -62,6 +62,7 @@ def rows_in_batches(rows: NDArray[np.int64], size: int) -> list[NDArray[np.int64
 
 _MISSING: Final = object()
 _IDENTITY: Final[Any] = object.__eq__
+_SCALARS: Final = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def map_tensors(
@@ -214,12 +215,15 @@ def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[
 
 
 def _holds_tensors(batch: Batch) -> bool:
+    if type(batch) in _SCALARS:
+        return False
     if isinstance(batch, Mapping):
         return any(map(_holds_tensors, batch.values()))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return any(_holds_tensors(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init)
     if isinstance(batch, tuple | list):
-        return any(map(_holds_tensors, batch))
+        # A data set of texts may be an attribute of every batch.
+        return not _SCALARS.issuperset(map(type, batch)) and any(map(_holds_tensors, batch))
     return isinstance(batch, Tensor)
 
 

@@ -456,7 +456,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
-        structure = self._structure(batch, kept)
+        structure = self.checks.key(self._structure(batch, kept))
         self.checks.refuse_failed(structure)
         samples = Samples(self.checks.positions(structure, count, kept), kept)
         with self.checks.batch(structure, count, samples.positions):

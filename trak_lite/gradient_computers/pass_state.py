@@ -13,7 +13,7 @@ import random
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final, final
 
 import numpy as np
@@ -33,10 +33,12 @@ _LEVELS: Final = 3
 _MOST_HELD: Final = 256
 _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device})
+_ABSENT: Final = ...
+_COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
 _LOADING: Final = frozenset({"accelerate", "huggingface_hub", "safetensors"})
 """Packages that models name to load weights, and run in no pass."""
+_NOT_OF_USERS: Final = (sys.stdlib_module_names | {"torch", "numpy"}) - {"argparse"}
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
@@ -107,37 +109,52 @@ class Outside:
     def __init__(self) -> None:
         self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._owners: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
-        """Globals whose attributes are read, with their names."""
+        """Globals and attributes whose attributes are read, with their names."""
+        self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
+        """Where an object or a class may get an attribute in place of the one of its class or base class."""
         self._cells: list[types.CellType] = []
         self._variables: list[contextvars.ContextVar[Any]] = []
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
         self._last: tuple[Any, ...] = ()
 
     def note(self, function: types.FunctionType, read: Sequence[object]) -> None:
-        """Note where a function reads values: ``NAME``, ``Class.name``, ``module.name``, ``settings.name``."""
+        """Note where a function reads values: ``NAME``, ``Class.name``, ``module.name``, ``settings.part.name``."""
         if _package_of(function.__module__) in _LOADING:
             return
+        used = _names_in(function.__code__)
         cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
-        held = [*(cell.cell_contents for cell in cells), *read]
+        held = [*(cell.cell_contents for cell in cells), *read, *(function.__defaults__ or ())]
+        held += (function.__kwdefaults__ or {}).values()
+        held += [sys.modules[name] for name in used if name in sys.modules]  # imported inside the function
         self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
         variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
         self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
-        owners = [one for one in held if hasattr(one, "__dict__") and _is_of_users(one)]
-        places = [
-            (function.__globals__, function.__globals__),
-            *((base, vars(base)) for one in owners for base in _holders(one)),
-        ]
-        for owner, namespace in places:
-            found = _globals_in if owner is function.__globals__ else _names_in
-            names = {
-                name for name in found(function.__code__) if type(namespace.get(name, self)) in _COMPARED
-            }
-            if names:
-                self._namespaces.setdefault(id(owner), (namespace, set()))[1].update(names)
-        for name in _globals_in(function.__code__):
-            owner = function.__globals__.get(name)
-            if owner is not None and any(id(base) in self._namespaces for base in _holders(owner)):
-                self._owners[id(function.__globals__), name] = function.__globals__, name, owner
+        self._note_names(function.__globals__, function.__globals__, _globals_in(function.__code__))
+        places = [(function.__globals__, function.__globals__, _globals_in(function.__code__))]
+        for one in held:
+            if hasattr(one, "__dict__") and _is_of_users(one):
+                self._note_owner(one, used)
+                places += [(base, vars(base), vars(base).keys() & used) for base in _holders(one)]
+        for holder, namespace, names in places:
+            for name in names:
+                owner = namespace.get(name)
+                if holder is not namespace and hasattr(owner, "__dict__") and _is_of_users(owner):
+                    self._note_owner(owner, used)
+                if owner is not None and any(id(base) in self._namespaces for base in _holders(owner)):
+                    self._owners[id(holder), name] = namespace, name, owner
+
+    def _note_owner(self, owner: Any, used: Sequence[str]) -> None:
+        behind = set[str]()
+        for base in reversed(_holders(owner)):
+            for name in behind.difference(vars(base)):
+                self._absent[id(base), name] = vars(base), name
+            behind |= self._note_names(base, vars(base), used)
+
+    def _note_names(self, holder: Any, namespace: Mapping[str, Any], used: Iterable[str]) -> set[str]:
+        names = {name for name in used if type(namespace.get(name, self)) in _COMPARED}
+        if names:
+            self._namespaces.setdefault(id(holder), (namespace, set()))[1].update(names)
+        return names
 
     def values(self) -> tuple[Any, ...] | None:
         """Return the values as they are now, and their types; ``None`` if one is of another kind or elsewhere."""
@@ -153,6 +170,7 @@ class Outside:
             found += [cell.cell_contents for cell in self._cells]
         except (LookupError, ValueError):  # a name or a cell has no value any more
             return None
+        found += [namespace.get(name, _ABSENT) for namespace, name in self._absent.values()]
         found += [variable.get(None) for variable in self._variables]
         if len(self._last) != 2 * len(found) or not all(map(operator.is_, found, self._last)):
             kinds = [*map(type, found)]  # 1, 1.0 and True are equal
@@ -217,6 +235,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
         return id(value), len(value)
     if isinstance(value, types.MethodType):
+        if outside is not None and isinstance(value.__func__, types.FunctionType):
+            outside.note(value.__func__, [value.__self__])
         return described(value.__func__), described(value.__self__)
     if isinstance(value, types.FunctionType):
         if _package_of(value.__module__) == "torch":
@@ -230,8 +250,11 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         # ``Class.count`` and ``module.count``
         owners = [one for one in read if isinstance(one, type | types.ModuleType) and _is_of_users(one)]
         read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
-        return [described(one) for one in (*cells, *read, *vars(value).values(), value.__defaults__)]
+        own = value.__defaults__, value.__kwdefaults__
+        return [described(one) for one in (*cells, *read, *vars(value).values(), *own)]
     if isinstance(value, functools.partial):
+        if outside is not None and isinstance(value.func, types.FunctionType):
+            outside.note(value.func, [*value.args, *value.keywords.values()])
         return [described(one) for one in (value.func, value.args, value.keywords)]
     if isinstance(value, property | staticmethod | classmethod):
         return [described(one) for one in functions_of(value)]
@@ -251,6 +274,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         held |= vars(value)
     if isinstance(call := vars(type(value)).get("__call__"), types.FunctionType):
         held["__call__"] = call
+        if outside is not None:
+            outside.note(call, [value])
     return [(name, described(one)) for name, one in held.items()] or repr(value)
 
 
@@ -280,4 +305,4 @@ def _globals_in(code: types.CodeType) -> frozenset[str]:
 def _is_of_users(found: Any) -> bool:
     is_module = isinstance(found, types.ModuleType)
     package = _package_of(found.__name__ if is_module else getattr(found, "__module__", None))
-    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names - {"argparse"}
+    return package not in _NOT_OF_USERS

@@ -21,10 +21,13 @@ _RAISING = frozenset({
     *("scatter", "scatter_add", "scatter_reduce", "take", "_embedding_bag", "_embedding_bag_forward_only"),
     *("div", "floor_divide", "fmod", "histc", "lu_unpack", "max_unpool2d", "max_unpool3d", "remainder"),
     *("binary_cross_entropy", "multi_margin_loss", "multilabel_margin_loss_forward", "nll_loss_forward"),
-    *("nll_loss2d_forward", "searchsorted", "segment_reduce"),
-    *("_linalg_svd", "cholesky", "cholesky_inverse", "linalg_eig", "linalg_lstsq", "linalg_pinv"),
+    *("_ctc_loss", "_pack_padded_sequence", "bincount", "fake_quantize_per_channel_affine_cachemask", "histogram"),
+    *("index_reduce", "masked_scatter", "nll_loss2d_forward", "repeat_interleave", "searchsorted", "segment_reduce"),
+    *("_linalg_eigh", "_linalg_solve_ex", "_linalg_svd", "cholesky", "cholesky_inverse", "linalg_cholesky_ex"),
+    *("linalg_eig", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq"),
+    *("linalg_lu_factor_ex", "linalg_lu_solve", "linalg_pinv"),
 })  # fmt: skip
-"""Operations that raise for some values; after others such as ``inv_ex``, one that returns nothing does."""
+"""Operations that raise for some values; after others of the ``_ex`` kind, one that returns nothing does."""
 
 
 class UnrecordableError(Exception):

@@ -40,6 +40,8 @@ _SECONDS, _PASSES = 0.05, 6.0
 _SAVED, _SAVED_ON_CPU = 0.9, 0.125
 """Part of a pass that a replay saves: most of a small one's on an accelerator, which waits for Python."""
 _MOST_KINDS: Final = 1024
+_MOST_ENTRIES: Final = 1 << 14
+"""Of a list in a batch that is replayed: all are compared in every batch."""
 _MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
 """Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""
 _MOST_GRAPHS: Final = 8
@@ -490,6 +492,8 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             names = [field.name for field in dataclasses.fields(value)]
             parts = [getattr(value, name) for name in names]
         elif isinstance(value, tuple | list):
+            if len(value) > _MOST_ENTRIES:
+                return False
             parts, names = value, [len(value)]
         if parts is not None:
             beside = attributes_beside(value)

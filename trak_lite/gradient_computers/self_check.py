@@ -54,6 +54,8 @@ _SAMPLES_AT_FIRST = 8
 _LONGEST_GAP = 64
 """Largest number of batches of one structure from one check to the next."""
 _MAX_STRUCTURES = 256
+_MOST_FLAGS = 16
+"""Values of the flags beside the tensors whose batches have a schedule of their own; those of others share one."""
 _MOST_KEPT_BYTES = 1 << 26
 """Memory limit for the gradients held for comparison; two samples are always allowed."""
 _MOST_ENTRIES = 1 << 20
@@ -108,6 +110,8 @@ class SelfCheck:
 
     def __init__(self) -> None:
         self._progress: dict[Any, _Progress] = {}
+        self._flags: dict[Any, set[Any]] = {}
+        """By the rest of a structure, the flags that have a schedule of their own."""
         self._failed: dict[Any, str] = {}
         self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}
         """By structure, the data's name and rows of each batch after the last check that passed."""
@@ -116,6 +120,7 @@ class SelfCheck:
     def restart(self) -> None:
         """Reset all checks; called when the model is replaced."""
         self._progress.clear()
+        self._flags.clear()
         self._failed.clear()
         self._unconfirmed.clear()
 
@@ -126,6 +131,14 @@ class SelfCheck:
         for known in self._progress.values():
             known.checked_sizes.clear()
         self._unconfirmed.clear()
+
+    def key(self, structure: Any) -> Any:
+        """Return the structure by which a batch is scheduled: without flags that are others in every batch."""
+        *shapes, flags, outside = structure
+        known = self._flags.setdefault((*shapes, outside), set())
+        if len(known) < _MOST_FLAGS:
+            known.add(flags)
+        return structure if flags in known else (*shapes, outside)
 
     def forget(self, structure: Any) -> None:
         """Reset the checks of a structure whose plan is made anew, unless that is for other weights."""
@@ -383,7 +396,13 @@ def _differences(found: Tensor, expected: Tensor, kept: Kept) -> _Differences:
 
 
 def compare(
-    computer: CheckedComputer, batch: Batch, kept: Kept, samples: Samples, dtypes: Sequence[torch.dtype] = ()
+    computer: CheckedComputer,
+    batch: Batch,
+    kept: Kept,
+    samples: Samples,
+    dtypes: Sequence[torch.dtype] = (),
+    *,
+    needs_whole: bool = False,
 ) -> None:
     """Raise if the gradient of a sample differs from autograd's by more than rounding.
 
@@ -391,7 +410,8 @@ def compare(
     in float64, with the same random numbers on both sides. An error that remains is then compared with the difference
     of two references, and refused if it is far larger. If the gradients are equal in float64, errors that a tie can
     explain are accepted. Random states are left as they are. ``samples`` is what was collected from the blocks, and
-    ``dtypes`` are those of the model's computations, besides those of the parameters.
+    ``dtypes`` are those of the model's computations, besides those of the parameters. ``needs_whole`` is
+    whether a part of the batch may show less than the whole batch in float64.
 
     Raises:
         SelfCheckError: If a gradient differs; the message names the parameter.
@@ -410,7 +430,9 @@ def compare(
             doubtful[position] = differences
     if not doubtful:
         return
-    exact = _equal_in_float64(computer, batch, kept, list(doubtful))
+    # Equality of a part does not vouch for errors that no tie explains.
+    needs_whole = needs_whole or any(_wrong(known, ties) is not None for known in doubtful.values())
+    exact = _equal_in_float64(computer, batch, kept, list(doubtful), needs_whole)
     # Use a second pass only if the first one drew other random numbers: a model may cache values between passes.
     if draws_numbers(computer, take_rows(batch, [0])):
         again = _repeated(computer, batch, kept, list(doubtful))
@@ -442,7 +464,7 @@ def _repeated(
 
 
 def _equal_in_float64(
-    computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int]
+    computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int], needs_whole: bool
 ) -> list[Tensor] | None:
     """Raise if gradients differ in float64, where no tie is decided by rounding.
 
@@ -451,11 +473,14 @@ def _equal_in_float64(
     if not fits_in_float64(computer.model):
         return None
     computer.undo_passes()
-    part, places = computer.enough_for(batch, positions)
+    part, places = batch, positions
     seen = SeenDtypes()
     try:
         with in_float64(computer.model), seen:
-            found = list(_repeated(computer, map_tensors(widened, part), kept, places))
+            part = map_tensors(widened, batch)
+            if not needs_whole:
+                part, places = computer.enough_for(part, positions)
+            found = list(_repeated(computer, part, kept, places))
     except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
         refuse_machine_failure(error)
         logger.debug("Not compared in float64: %s", error)  # the model or the device does not support float64

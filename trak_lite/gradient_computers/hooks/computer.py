@@ -36,7 +36,7 @@ from trak_lite.gradient_computers.parameters import (
 )
 from trak_lite.gradient_computers.randomness import depends_on_batch, outputs_of, refusal_of_mixing
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
-from trak_lite.gradient_computers.reference import fits_in_float64
+from trak_lite.gradient_computers.reference import SeenDtypes, fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import (
     MixedSamplesError,
@@ -170,20 +170,20 @@ class HookGradientComputer(AbstractStreamingComputer):
     def enough_for(self, batch: Batch, positions: Sequence[int]) -> tuple[Batch, list[int]]:
         """Return a part with these samples, and their places in it, if they do not depend on the other samples."""
         count = batch_size(batch)
-        if count > len(positions) and not any(
-            plan.may_mix or plan.flattened for plan in self._plans.values()
-        ):
+        if count > len(positions):
             # A sample alone could not show that it depends on another one.
             rows = [*([(positions[0] + 1) % count] if len(positions) == 1 else []), *positions]
             part = take_rows(batch, rows)
             try:
-                whole, found = outputs_of(self, [batch])[rows], outputs_of(self, [part])
+                with SeenDtypes() as seen:
+                    whole, found = outputs_of(self, [batch])[rows], outputs_of(self, [part])
             except MODEL_FAILURES as error:  # of a model for batches of one size
                 refuse_machine_failure(error)
             else:
                 # Mixing of inputs is seen by f alone: hooks follow what depends on parameters.
-                rounding = 64 * torch.finfo(torch.float32).eps * float(whole.abs().max())
-                if whole.dtype in (torch.float32, torch.float64) and (whole - found).abs().max() <= rounding:
+                rounding = max(torch.finfo(dtype).eps for dtype in seen.dtypes)
+                most = 64 * rounding * float(whole.abs().max())
+                if rounding <= torch.finfo(torch.float32).eps and (whole - found).abs().max() <= most:
                     return part, list(range(len(rows) - len(positions), len(rows)))
         return batch, list(positions)
 
@@ -202,7 +202,7 @@ class HookGradientComputer(AbstractStreamingComputer):
         plan = self._plans.get(key)
         if plan is None or plan.routed or self._sharded is not None:
             return key, 0
-        return key, 8 if plan.flattened or plan.chooses_in_python else 64
+        return self.checks.key(key), 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if found := [name for name, p in kept.items() if p.is_complex()]:
@@ -379,7 +379,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
-        size, kept = batch_size(part.batch), part.kept
+        key, size, kept = self.checks.key(key), batch_size(part.batch), part.kept
         in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
         positions: list[int] = []
         if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
@@ -395,7 +395,8 @@ class HookGradientComputer(AbstractStreamingComputer):
             if seen and positions:
                 # Without torch.compile, functions inside an operator have no gradient of the tensors that they capture.
                 with torch.compiler.set_stance("default") if plan.runs_functions else nullcontext():
-                    compare(self, part.batch, seen, samples, list(plan.dtypes))
+                    whole = plan.may_mix or plan.flattened
+                    compare(self, part.batch, seen, samples, list(plan.dtypes), needs_whole=whole)
             if positions and (is_due if plan.may_mix else is_first):
                 self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)

@@ -77,7 +77,7 @@ class SampleCode:
             >>> SampleCode(3, base=4).weights(torch.zeros(1))
             [tensor([0.2500, 0.5000, 1.0000])]
         """
-        return [torch.exp2(exponents).to(like.dtype) for exponents in self._exponents(like.device)]
+        return [torch.exp2(exponents.to(like.dtype)) for exponents in self._exponents(like.device)]
 
     def row_scales(self, axis: BatchAxis, shape: Sequence[int], like: Tensor) -> list[Tensor]:
         """Return ``1 / c_i`` of the sample of every row for each pass, ``(N, 1)``, if ``axis`` holds the samples.
@@ -97,7 +97,7 @@ class SampleCode:
             if not axis.sample_major:
                 along = exponents.repeat(axis.multiple)
             view = (-1, *(1,) * (len(shape) - 1 - axis.axis))
-            found.append(torch.exp2(-along).to(like.dtype).view(view).expand(*shape).reshape(-1, 1))
+            found.append(torch.exp2(-along.to(like.dtype)).view(view).expand(*shape).reshape(-1, 1))
         return found
 
     def _exponents(self, device: torch.device) -> list[Tensor]:
