@@ -149,8 +149,9 @@ class StoreMachine(stateful.RuleBasedStateMachine):
                     self.known.update(dict.fromkeys(put, self.attempt))
         except BusyError:
             assert chunk in self.held[1 - writer]
-        self.held[writer].discard(chunk)
-        self.held[1 - writer].discard(chunk)
+        else:
+            self.held[writer].discard(chunk)
+            self.held[1 - writer].discard(chunk)
 
     @precondition(lambda self: self.writers)
     @rule(rows=ROWS, refused=st.sampled_from(["repeated", "NaN", "beyond"]))
