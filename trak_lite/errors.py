@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import re
 import signal
 import traceback
@@ -247,13 +248,17 @@ def refuse_signal(error: BaseException) -> None:
     Such an error ends the call, whatever it interrupted; handled like one of the model, it would be lost.
     """
     codes = set()
-    for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
+    for handler in filter(callable, map(signal.getsignal, signal.Signals)):
         while isinstance(handler, functools.partial):
             handler = handler.func
         function = getattr(handler, "__func__", handler)  # of a method
-        codes.add(getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None))
+        called = function if hasattr(function, "__code__") else type(function).__call__
+        # A decorator's own code is that of all functions that it decorates.
+        codes.add(getattr(inspect.unwrap(called), "__code__", None))
     cause: BaseException | None = error
-    while cause is not None:
+    known = set[int]()  # an error may be its own cause
+    while cause is not None and id(cause) not in known:
+        known.add(id(cause))
         if any(frame.f_code in codes for frame, _ in traceback.walk_tb(cause.__traceback__)):
             raise error
         cause = cause.__cause__

@@ -270,6 +270,24 @@ def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(tmp_path
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_scores_that_a_version_with_smaller_chunks_began_are_resumed(tmp_path, monkeypatch):
+    made, data = attributor(tmp_path / "a.zarr"), labelled(70)
+    made.featurize(data)
+    expected = made.score(TARGETS, name="whole").numpy()
+    create = ZarrFeatureStore.create_table
+
+    def stop(self, path, spec, *given):
+        create(self, path, replace(spec, chunk_rows=32), *given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        made.score(TARGETS, name="cut", dense=False)
+        patched.setattr(ZarrFeatureStore, "create_table", stop)
+        with pytest.raises(KeyboardInterrupt):
+            made.score(TARGETS, name="cut")
+    np.testing.assert_array_equal(made.score(TARGETS, name="cut").numpy(), expected)
+
+
 @pytest.mark.parametrize("place", ["memory", "disk"])
 def test_an_attributor_and_its_scores_go_on_from_their_pickles(tmp_path, place):
     made, scores = finished(None if place == "memory" else tmp_path / "run.zarr")

@@ -4,6 +4,7 @@ The failures are real ones: each is caused in the place named by the test, in a 
 process is needed.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from trak_lite import Attributor, Rows
-from trak_lite.errors import ShortageError, WorkerLostError
+from trak_lite.errors import ShortageError, WorkerLostError, refuse_machine_failure
 from trak_lite.store import ZarrFeatureStore
 
 N = 24
@@ -188,3 +189,26 @@ def test_an_error_of_a_signal_handler_ends_the_call_at_any_moment(handler, tmp_p
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert count > 8
+
+
+def test_an_error_of_a_model_is_not_that_of_a_handler_with_the_same_decorator():
+    """The frames of a decorator are in both tracebacks; an error may be its own cause."""
+
+    @torch.no_grad()
+    def of_the_model():
+        raise ValueError("sequence too short")
+
+    @torch.no_grad()
+    def of_the_handler(number, frame):
+        raise ValueError("ended by a signal")
+
+    before = signal.signal(signal.SIGUSR1, of_the_handler)
+    try:
+        for call, is_raised in ((of_the_model, False), (lambda: signal.raise_signal(signal.SIGUSR1), True)):
+            with pytest.raises(ValueError, match=r".") as info:
+                call()
+            info.value.__cause__ = info.value
+            with pytest.raises(ValueError, match="signal") if is_raised else contextlib.nullcontext():
+                refuse_machine_failure(info.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

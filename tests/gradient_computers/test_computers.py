@@ -475,6 +475,38 @@ class Optioned:
 
 
 @dataclass
+class Functional:
+    x: Tensor
+
+    def __post_init__(self):
+        self.to_scale, self.half = lambda: 1.0, partial(float, 0.5)
+
+    @property
+    def scale(self):
+        return self.to_scale() * self.half() * 2
+
+
+@dataclass
+class Lazy:
+    """A declared field is its cache, which collate has filled for the whole batch."""
+
+    x: Tensor
+    _weight: Tensor | None = field(default=None, init=False)
+
+    @property
+    def weight(self):
+        if self._weight is None:
+            self._weight = self.x[:, 0] + 5
+        return self._weight
+
+
+def lazy(x):
+    batch = Lazy(x)
+    assert batch.weight is batch.weight
+    return batch
+
+
+@dataclass
 class Hidden:
     x: Tensor
     _scale: float | None = field(default=None, init=False)
@@ -561,6 +593,10 @@ OWN = {
     "a slot and a variable of the constructor": lambda x: ByHand(x, 3.0),
     "a constructor that changes values": lambda x: Normalised(2 * x, 6.0),
     "an object of the constructor": optioned,
+    "functions of the constructor": lambda x: having(
+        Functional(x), to_scale=lambda: 3.0, half=partial(float, 1.5)
+    ),
+    "a field that is a cache": lazy,
     "a field with an underscore": lambda x: having(Hidden(x), _scale=3.0),
     "a constructor that clips in place": lambda x: Clipped(x, (10 * x[:, 0]).long()),
     "dict": lambda x: having(Attributed(x=x), scale=3.0, weight=x[:, 0] + 5),

@@ -616,12 +616,13 @@ def test_every_sample_of_a_small_first_batch_is_compared_and_a_few_of_later_ones
 
 
 def test_batches_with_a_name_of_their_own_are_compared_on_one_schedule():
-    """After the sixteenth: a batch of each of a few names is compared first."""
+    """After the sixteenth, with one sample of the others; a batch of each of a few names is compared first."""
     model, _ = hooked(lambda s, x: s.a(x) * s.p)
     computer, alone, compared = HookGradientComputer(model, SQUARES), places_alone(model), []
     for number in range(1, 41):
         alone.clear()
         collect_gradients(computer, (numbered(20), f"part-{number}"))
+        assert alone
         compared += [number] * ({0, 19} <= set(alone))
     assert compared == [*range(1, 19), 20, 24, 32]
 

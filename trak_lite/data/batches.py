@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import types
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
@@ -168,7 +169,7 @@ def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: C
         for name in (*changed, *beside):
             value = beside[name] if name in beside else own[name]
             now = found.get(name, _MISSING)
-            if now is value or (_may_be_cache(batch, name) and (now is None or now is _MISSING)):
+            if now is value or (_may_be_cache(batch, name, value) and (now is None or now is _MISSING)):
                 continue
             if again is None:
                 again = _attributes(build(**own) if has_fields else build(own))
@@ -185,10 +186,10 @@ def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: C
     return made
 
 
-def _may_be_cache(batch: Any, name: str) -> bool:
-    """Return whether an attribute has the name of a cache, and is no field that is a part of the batch's value."""
-    declared = getattr(batch, "__dataclass_fields__", {}).get(name)
-    return name[:1] == "_" and not (declared is not None and declared.compare)
+def _may_be_cache(batch: Any, name: str, value: Any) -> bool:
+    """Return whether an attribute has the name of a cache, and is no declared field with a setting of the batch."""
+    is_setting = isinstance(value, float | str) and name in getattr(batch, "__dataclass_fields__", ())
+    return name[:1] == "_" and not is_setting
 
 
 def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[Any], Any]) -> Any:
@@ -468,6 +469,10 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return is_equal(one, other)
     try:
+        if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
+            return one.__code__ is other.__code__
+        if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+            return is_same_batch(*((each.func, each.args, each.keywords) for each in (one, other)))
         if type(one).__eq__ is _IDENTITY:
             return type(one) is type(other) and is_same_batch(_attributes(one), _attributes(other))
         return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)

@@ -148,6 +148,7 @@ class CurvatureProducts:
                     outputs.forward({name: part[0] for name, part in vectors.items()})
                 self._forward_mode = True
             except (RuntimeError, NotImplementedError) as error:
+                refuse_machine_failure(error)
                 logger.info(
                     "%s has an operation without forward-mode differentiation (%.200s): Jacobian products are computed "
                     "by two backward passes.",

@@ -456,9 +456,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
-        structure = self.checks.key(self._structure(batch, kept))
+        own = self._structure(batch, kept)
+        structure = self.checks.key(own)
         self.checks.refuse_failed(structure)
-        samples = Samples(self.checks.positions(structure, count, kept), kept)
+        samples = Samples(self.checks.positions(structure, count, kept, always=structure != own), kept)
         with self.checks.batch(structure, count, samples.positions):
             terms = self._stream_samples(batch, count, kept, samples.passing(sink))
             compare(self, batch, kept, samples)

@@ -7,7 +7,6 @@ With a batch of one, torch's own backward pass gives wrong gradients for some ch
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from trak_lite.errors import (
     TrakLiteError,
     UnsupportedModelError,
     refuse_machine_failure,
+    refuse_signal,
     summary,
 )
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only
@@ -117,8 +117,10 @@ class _ContiguousArguments(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A checkpoint runs forward operations inside the backward pass with gradients enabled; these read the original
         # arguments, because views depend on strides.
         if not torch.is_grad_enabled() and not _keeps_strides(func):
-            with contextlib.suppress(*MODEL_FAILURES):
+            try:
                 return func(*[_contiguous(arg) for arg in args], **(kwargs or {}))
+            except MODEL_FAILURES as error:
+                refuse_signal(error)
         return func(*args, **(kwargs or {}))
 
 

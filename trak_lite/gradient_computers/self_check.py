@@ -133,7 +133,10 @@ class SelfCheck:
         self._unconfirmed.clear()
 
     def key(self, structure: Any) -> Any:
-        """Return the structure by which a batch is scheduled: without flags that are others in every batch."""
+        """Return the structure by which a batch is scheduled: without flags that are others in every batch.
+
+        Flags may choose the operations of a batch, so one sample of each such batch is compared off schedule.
+        """
         *shapes, flags, outside = structure
         known = self._flags.setdefault((*shapes, outside), set())
         if len(known) < _MOST_FLAGS:

@@ -235,6 +235,10 @@ class ScoreResult:
             "method": source.method.to_json(),
         }
         self._spec = tables.score_table_spec(source.num_rows, num_targets, fingerprint)
+        if source.store.has_table(self._path):
+            # Scores that were begun by another version may have other chunks.
+            begun = source.store.open_table(self._path).spec
+            self._spec = replace(self._spec, chunk_rows=begun.chunk_rows)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored and complete.

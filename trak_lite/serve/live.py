@@ -16,7 +16,14 @@ from trak_lite._eval_caches import attributes_kept, hooks_noted
 from trak_lite.attributor import Attributor
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import MODEL_FAILURES, CheckpointError, InvalidInputError, StateError, StoreError
+from trak_lite.errors import (
+    MODEL_FAILURES,
+    CheckpointError,
+    InvalidInputError,
+    StateError,
+    StoreError,
+    refuse_machine_failure,
+)
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import Method
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -141,6 +148,7 @@ class LiveModel:
         try:
             return self.sample_of(text)
         except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
             raise InvalidInputError(
                 f"sample(text) of the recipe made no sample of this text ({type(error).__name__}: {error})."
             ) from error

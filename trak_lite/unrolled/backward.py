@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trak_lite._devices import wide_dtype
 from trak_lite._progress import KeptProgress
 from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows
-from trak_lite.data.datasets import Rows
+from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     CorruptStoreError,
@@ -50,6 +50,7 @@ from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State
 from trak_lite.unrolled.program import (
+    LOOKED_AT,
     Frozen,
     Operations,
     Part,
@@ -316,7 +317,7 @@ class Replay:
             if is_first:
                 leaves = {name: value.detach().requires_grad_() for name, value in final.parameters.items()}
                 passed = partial(output, leaves, run.frozen)
-                every = self._targets.batches(rows_in_batches(np.arange(len(self._targets)), 1))
+                every = self._targets.batches(rows_in_batches(spread_rows(len(self._targets), LOOKED_AT), 1))
                 others = (passed(move_batch(one, run.device)) for _, one in every)
                 with torch.enable_grad():
                     value = through_the_call("f of a target", model, leaves, partial(passed, moved))

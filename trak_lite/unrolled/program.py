@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trak_lite._devices import forked_rng, full_float32, switched_off
 from trak_lite._validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
-from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.data.datasets import Rows, rows_of, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
 
+LOOKED_AT: Final = 512
+"""Rows, or targets, among which one that depends on the parameters is looked for."""
 _CHECKPOINTING = "Gradient checkpointing cannot be replayed: switch it off"
 
 
@@ -330,7 +332,7 @@ class Program:
                 f"loss(model, batch) returned {shape} for {size} rows. Return the loss of every row, (B,), without "
                 'a mean: cross_entropy(model(inputs), labels, reduction="none").'
             )
-        rows = rows_in_batches(np.arange(len(self.recipe.rows)), self.recipe.batch_size)
+        rows = rows_in_batches(spread_rows(len(self.recipe.rows), LOOKED_AT), self.recipe.batch_size)
         others = (passed(other.batch) for some in rows for other in self.parts(some))
         trained = [parameters[name] for name in state.parameters]
         require_parameters("loss", itertools.chain([losses], others), trained)

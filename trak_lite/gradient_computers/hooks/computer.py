@@ -379,11 +379,14 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
-        key, size, kept = self.checks.key(key), batch_size(part.batch), part.kept
+        own, size, kept = key, batch_size(part.batch), part.kept
+        key = self.checks.key(own)
         in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
         positions: list[int] = []
         if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
-            often = plan.flattened or in_python
+            often = (
+                plan.flattened or in_python or key != own
+            )  # flags of this batch alone may choose operations
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
         is_due, is_first = self.checks.is_due(key, size), self.checks.is_first(key, size)
