@@ -197,6 +197,7 @@ MODEL_FAILURES = (
 )
 """Exceptions that a user's model or output function may raise for a batch that does not fit it."""
 
+_SIGNALS = tuple(map(int, signal.valid_signals()))
 _DONE_STAYS = "Finished rows are stored; the same call computes the others."
 
 
@@ -248,7 +249,7 @@ def refuse_signal(error: BaseException) -> None:
     Such an error ends the call, whatever it interrupted; handled like one of the model, it would be lost.
     """
     codes = set()
-    for handler in filter(callable, map(signal.getsignal, signal.Signals)):
+    for handler in filter(callable, map(signal.getsignal, _SIGNALS)):
         while isinstance(handler, functools.partial):
             handler = handler.func
         function = getattr(handler, "__func__", handler)  # of a method

@@ -479,11 +479,15 @@ class Functional:
     x: Tensor
 
     def __post_init__(self):
-        self.to_scale, self.half = lambda: 1.0, partial(float, 0.5)
+        self.to_scale, self.half, self.turn = lambda: 1.0, partial(float, 0.5), turning(1.0)
 
     @property
     def scale(self):
-        return self.to_scale() * self.half() * 2
+        return self.to_scale() * self.half() * self.turn(2)
+
+
+def turning(by):
+    return lambda x: x * by
 
 
 @dataclass
@@ -594,7 +598,7 @@ OWN = {
     "a constructor that changes values": lambda x: Normalised(2 * x, 6.0),
     "an object of the constructor": optioned,
     "functions of the constructor": lambda x: having(
-        Functional(x), to_scale=lambda: 3.0, half=partial(float, 1.5)
+        Functional(x), to_scale=lambda: 3.0, half=partial(float, 1.5), turn=turning(3.0)
     ),
     "a field that is a cache": lazy,
     "a field with an underscore": lambda x: having(Hidden(x), _scale=3.0),

@@ -188,7 +188,7 @@ def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: C
 
 def _may_be_cache(batch: Any, name: str, value: Any) -> bool:
     """Return whether an attribute has the name of a cache, and is no declared field with a setting of the batch."""
-    is_setting = isinstance(value, float | str) and name in getattr(batch, "__dataclass_fields__", ())
+    is_setting = isinstance(value, float | str | bool) and name in getattr(batch, "__dataclass_fields__", ())
     return name[:1] == "_" and not is_setting
 
 
@@ -420,6 +420,13 @@ def is_equal(one: Tensor, other: Tensor) -> bool:
     return bool(same.all())
 
 
+def _settings_of(function: types.FunctionType) -> tuple[Any, ...]:
+    """Return what tells a function from others that the same constructor makes, which may hold the batch itself."""
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    scalars = [value for value in held if type(value) in _SCALARS]
+    return function.__code__, function.__defaults__, function.__kwdefaults__, scalars
+
+
 def is_same_batch(one: Batch, other: Batch) -> bool:
     """Whether two batches hold the same values in order, beside tensors too; ``False`` if that cannot be known."""
     values, others = _values(one), _values(other)
@@ -470,7 +477,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return is_equal(one, other)
     try:
         if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
-            return one.__code__ is other.__code__
+            return _settings_of(one) == _settings_of(other)
         if isinstance(one, functools.partial) and isinstance(other, functools.partial):
             return is_same_batch(*((each.func, each.args, each.keywords) for each in (one, other)))
         if type(one).__eq__ is _IDENTITY:

@@ -139,6 +139,8 @@ class SelfCheck:
         """
         *shapes, flags, outside = structure
         known = self._flags.setdefault((*shapes, outside), set())
+        if len(self._flags) > _MAX_STRUCTURES:
+            del self._flags[next(iter(self._flags))]
         if len(known) < _MOST_FLAGS:
             known.add(flags)
         return structure if flags in known else (*shapes, outside)
