@@ -11,6 +11,7 @@ from serve_cases import HOSTILE, TEXT, Client, marks_in, pages_in, served
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 PATHS = ["/", "/?target=1&k=3", f"/?text={TEXT.replace(' ', '+')}", "/review", "/?target=99", "/nowhere"]
+PATHS += ["/effects?where-label=1"]
 NEEDS_NAME = {
     "button", "checkbox", "combobox", "form", "image", "link", "navigation", "region", "searchbox", "spinbutton",
     "table", "textbox",

@@ -12,6 +12,7 @@ from cli_cases import functions, opened
 from safetensors.torch import save_file
 from serve_cases import HOSTILE, finished_run, marks_in, pages_in, served
 
+from trak_lite import try_removals, what_if
 from trak_lite.errors import CheckpointError, ManifestMismatchError
 
 EVERY = np.arange(40)
@@ -171,6 +172,40 @@ def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client, ran, 
 
     client.post("/mark", {"token": client.token(), "row": first, "mark": "clear"})
     assert list(marks_in(ran)) == [str(row) for row in sorted((second, third))]
+
+
+def test_a_marked_set_leads_to_what_changes_if_its_rows_go(copy):
+    """Against sums of scores, and with intervals those of ``what_if``, of the marked rows and of those of a source."""
+    kept, rows = opened(copy).scores("held-out"), [3, 11, 30]
+    (copy / "run.marks.json").unlink(missing_ok=True)  # of other tests
+    with served(pages_in(copy)) as client:
+        token = client.token()
+        assert "What if" not in client.page("/review").text
+        assert "No row is listed" in client.page("/effects", show="drop").text
+        for row in rows:
+            assert client.post("/mark", {"token": token, "row": row, "mark": "drop"}).status == 303
+        review = client.page("/review", show="drop")
+        (link,) = (a["href"] for a in review.all("a") if str(a["href"]).startswith("/effects"))
+        page = client.page(str(link))
+        summed = -kept.numpy()[rows].sum(axis=0, dtype=np.float64)
+        order = np.argsort(-np.abs(summed), kind="stable")
+        assert [int(row["data-target"]) for row in page.all("tr") if "data-target" in row] == order.tolist()
+        shown = re.findall(r"Target \d.*?([+-]\d[\d.e+-]*)", page.text, re.S)
+        assert shown == [f"{summed[target]:+.3g}" for target in order]
+        assert "without 3 of 40 train rows (7.5%)" in page.text
+        assert "No interval: no retraining is stored" in page.text
+        assert page.all("a", href="/review?set=held-out&show=drop")
+        assert client.get("/effects", show="all").status == 400  # nothing would be left
+
+    train, data = (functions(copy)[name] for name in ("train", "target_data"))
+    try_removals(kept, lambda *given: list(train(*given))[-1], data(), budget=24, shares=(0.1, 0.3))
+    expected = what_if(opened(copy).scores("held-out"), np.flatnonzero(EVERY % 4 == 0))
+    assert expected.lower is not None
+    with served(pages_in(copy, recipe=False)) as client:
+        text = client.page("/effects", **{"where-source": HOSTILE}).text
+        for low, high in zip(expected.lower, expected.upper, strict=True):
+            assert not np.isfinite(low) or f"90% interval {low:+.3g} to {high:+.3g}" in text
+        assert expected.basis in text
 
 
 def test_without_a_recipe_rows_are_numbers_and_no_text_is_scored(plain):

@@ -49,6 +49,7 @@ def application(pages: Pages, *, patience: float = PATIENCE) -> Application:
     routes = [
         Route("/", _page(pages.start, "set", "target", "k", "from", "text", "tokens", _ANY_WHERE)),
         Route("/review", _page(pages.review, "set", "show", "from", "done", _ANY_WHERE)),
+        Route("/effects", _page(pages.effects, "set", "show", "from", _ANY_WHERE)),
         Route("/marks.csv", table),
         Route("/ask", _post(pages, pages.ask, patience), methods=["POST"]),
         Route("/mark", _post(pages, pages.mark, patience), methods=["POST"]),

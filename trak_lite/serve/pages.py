@@ -18,12 +18,14 @@ from typing import Any, Final, Literal, final
 from urllib.parse import urlencode
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trak_lite._validate import one_of, some_of
 from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Content, Renders, cut, rendered
 from trak_lite.report.page import environment, fragment
+from trak_lite.retraining.what_if import Effects, what_if
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
 from trak_lite.serve.sets import Sets, scatter_of, strongest
@@ -145,33 +147,64 @@ class Pages:
     def review(self, params: Params) -> str:
         """Return a page of the train rows by self-influence, with their marks."""
         with self._turn():
-            name = self.sets.chosen(params.get("set", ""))
-            show = one_of(_SHOWN, show=params.get("show") or "all")
-            filters, marks = _filters(params), self.marks.read()
-            values, order = self.sets.by_self_influence(name)
-            passing = self.sets.passing(filters)
-            order = order[self._shown(show, marks)[order] & passing[order]]
+            marks, listed, state, said = self._listed(params)
+            values, order = self.sets.by_self_influence(state["set"])
+            order = order[listed[order]]
             first, labels = _first(params, len(order), _REVIEWED), self.sets.columns.get("label")
             page = [int(row) for row in order[first : first + _REVIEWED]]
-            state = {"set": name, "show": show, **_where(filters)}
-            said = "" if passing.any() else f"{self._unmatched(filters)} "
             if params.get("done"):
                 done = _number(params, "done", None, 0, self.sets.num_rows - 1)
                 said += f"Row {done}: {marks[done].mark if done in marks else 'no mark'}. "
             return self._page(
                 "serve_review.html",
                 f"Review of {self.title}",
-                name=name,
+                name=state["set"],
                 said=f"{said}{len(order):,} of {self.sets.num_rows:,} train rows, {len(marks):,} marked.",
-                shown=show,
+                shown=state["show"],
                 choices=_SHOWN,
-                filters=self._filter_fields(filters),
+                filters=self._filter_fields(_filters(params)),
                 rows=[self._reviewed(row, float(values[row]), marks.get(row)) for row in page],
                 has_labels=labels is not None,
                 state={**state, "from": str(first)},
                 pages=_pages("/review", state, first, _REVIEWED, len(order)),
                 labels=labels.texts[:_LISTED_VALUES] if labels else [],
+                effects=_address("/effects", state) if 0 < len(order) < self.sets.num_rows else "",
             )
+
+    def effects(self, params: Params) -> str:
+        """Return a page of the predicted change of every target if the rows that a review lists are left out."""
+        with self._turn():
+            _, listed, state, said = self._listed(params)
+            name, rows = state["set"], np.flatnonzero(listed)
+            found = None
+            if len(rows):
+                found = what_if(self.sets.scores(name), rows)
+                said = f"{found.name}, {found.change}."
+                order = np.argsort(-np.abs(found.predicted), kind="stable")
+            else:
+                said += "No row is listed, so none is left out. Mark rows in the review first."
+                order = np.arange(0)
+            first = _first(params, len(order), _TARGETS)
+            shown = [int(target) for target in order[first : first + _TARGETS]]
+            return self._page(
+                "serve_effects.html",
+                "What if these rows go?",
+                said=said,
+                effects=found,
+                changes=[] if found is None else [(target, *_change(found, target)) for target in shown],
+                target_of={target: self._target_content(name, target) for target in shown},
+                address_of={target: _address("/", {"set": name, "target": str(target)}) for target in shown},
+                review=_address("/review", state),
+                pages=_pages("/effects", state, first, _TARGETS, len(order)),
+            )
+
+    def _listed(self, params: Params) -> tuple[dict[int, Mark], NDArray[np.bool_], dict[str, str], str]:
+        """Return all marks, the mask of the rows that a review lists, its parameters, and why there are none."""
+        show, filters = one_of(_SHOWN, show=params.get("show") or "all"), _filters(params)
+        marks, passing = self.marks.read(), self.sets.passing(filters)
+        state = {"set": self.sets.chosen(params.get("set", "")), "show": show, **_where(filters)}
+        said = "" if passing.any() else f"{self._unmatched(filters)} "
+        return marks, passing & self._shown(show, marks), state, said
 
     def mark(self, params: Params) -> str:
         """Store the mark of a row; return the address of the review page that the form was on."""
@@ -386,7 +419,7 @@ class Pages:
             "label": "" if mark is None else mark.label,
         }
 
-    def _shown(self, show: str, marks: Mapping[int, Mark]) -> Any:
+    def _shown(self, show: str, marks: Mapping[int, Mark]) -> NDArray[np.bool_]:
         """Return a mask of the rows with a mark, or without one."""
         if show == "all":
             return np.ones(self.sets.num_rows, bool)
@@ -448,6 +481,14 @@ def _where(filters: Mapping[str, str]) -> dict[str, str]:
 
 def _address(path: str, params: Params) -> str:
     return f"{path}?{urlencode(params)}"
+
+
+def _change(effects: Effects, target: int) -> tuple[str, str]:
+    """Return the predicted change of a target, and its interval if it has one."""
+    change, lower, upper = f"{effects.predicted[target]:+.3g}", effects.lower, effects.upper
+    if lower is None or upper is None or np.isinf(lower[target]):
+        return change, ""
+    return change, f"{lower[target]:+.3g} to {upper[target]:+.3g}"
 
 
 def _pages(path: str, state: Params, first: int, step: int, count: int) -> list[tuple[str, str]]:
