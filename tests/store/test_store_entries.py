@@ -1,5 +1,6 @@
 """Verdicts, fits, columns and bounds are kept where the rows are, are their run's own, and go with what they are of."""
 
+import contextlib
 import shutil
 
 import numpy as np
@@ -86,6 +87,36 @@ def test_scores_can_be_dropped_with_the_features_of_their_targets(machines, dens
     np.testing.assert_array_equal(made.scores("other").numpy(), kept)
     raises(StateError, "no scores 'some'", made.drop_scores, "some", features=True)
     made.score(data(6, 3), "some")  # other targets under the same name
+
+
+@pytest.mark.parametrize("kept", range(3))
+def test_scores_are_computed_again_after_a_kill_while_they_were_dropped(tmp_path, monkeypatch, kept):
+    """Killed before the first, second and third table; then the same script, and the drop again."""
+    path = tmp_path / "run.zarr"
+
+    def script():
+        made = attributor(path)
+        made.featurize(data(24))
+        return made, made.score(data(5, 1)).numpy()
+
+    made, expected = script()
+    store = type(open_store(path))
+    whole, places = store.drop_table, iter(range(3))
+
+    def drop(self, name):
+        if next(places) == kept:
+            raise KeyboardInterrupt
+        whole(self, name)
+
+    monkeypatch.setattr(store, "drop_table", drop)
+    with contextlib.suppress(KeyboardInterrupt):
+        made.drop_scores(features=True)
+    monkeypatch.undo()
+    again, found = script()
+    np.testing.assert_array_equal(found, expected)
+    again.drop_scores(features=True)
+    with open_store(path) as opened:
+        assert opened.table_names() == ["ckpt-0"]
 
 
 @pytest.fixture(scope="module")

@@ -177,20 +177,18 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
     Raises :class:`StateError` if there are no such scores.
     """
     found, targets = tables.score_paths(store, name), tables.target_paths(store, name) if features else []
-    for path in targets:
-        store.drop_table(path)
-    if targets and not found:
-        return
-    if not found:
+    if not (found or targets):
         raise StateError(f"There are no scores {name!r}; there are {tables.scored_names(store)}.")
-    # Preconditioned targets depend on the train data as well.
-    for path in (*found, *store.table_names(tables.preconditioned_folder(name))):
-        store.drop_table(path)
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
     kinds = (tables.verdict_path, tables.one_run_path, tables.predictions_path, tables.trials_path)
     tested = (of(path) for path in found for of in kinds)
     for entry in (*measured, *tested):
         store.drop_entry(entry)
+    # Preconditioned targets depend on the train data as well. Scores are read with their targets, so they go first: a
+    # kill leaves targets without scores, from which the next call scores.
+    preconditioned = store.table_names(tables.preconditioned_folder(name))
+    for path in dict.fromkeys([*found, *preconditioned, *targets]):
+        store.drop_table(path)
 
 
 def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
