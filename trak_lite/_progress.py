@@ -45,7 +45,8 @@ class Stages:
         self._count, self._units, self._passes, self._number = count, units, passes, 0
         self._is_known = units > 0
         self._left, self._computed = 0, 0
-        self._began = self.said = time.monotonic()
+        self._left_here, self._computed_here = 0, 0  # of the present bar
+        self._began = self._began_here = self.said = time.monotonic()
 
     @classmethod
     @contextmanager
@@ -80,21 +81,32 @@ class Stages:
             return f" (checkpoint {self._number})"
         return f" (checkpoint {(self._number - 1) % self._count + 1} of {self._count})"
 
-    def begin(self, done: int) -> None:
-        """Leave out units that were already done when a bar begins."""
+    def begin(self, total: int, done: int) -> None:
+        """Begin a bar of so many units, and leave out those that were already done."""
         self._left -= done
+        self._left_here, self._computed_here = total - done, 0
+        self._began_here = time.monotonic()
 
     def advance(self, count: int) -> None:
         """Count computed units."""
         self._left -= count
         self._computed += count
+        self._left_here -= count
+        self._computed_here += count
 
     @property
     def time_left(self) -> str:
-        """The time to the end of all stages, at the mean rate so far; empty if it is not known."""
+        """The time to the end of all stages; empty if it is not known.
+
+        The present bar goes on at its own rate. What follows takes the mean so far, with the time between bars.
+        """
         if not self._count or not self._units or self._computed < 1 or self._left < 1:
             return ""
-        seconds = self._left * (time.monotonic() - self._began) / self._computed
+        now, here = time.monotonic(), min(max(self._left_here, 0), self._left)
+        if self._computed_here < 1:
+            here = 0
+        seconds = (self._left - here) * (now - self._began) / self._computed
+        seconds += here * (now - self._began_here) / max(self._computed_here, 1)
         return str(tqdm.format_interval(seconds))
 
 
@@ -185,7 +197,7 @@ def progress_bar(
     stages = None if progress is False else _STAGES.get()
     if stages is not None:
         label += stages.place
-        stages.begin(done)
+        stages.begin(total, done)
     hidden = None if progress is None else not progress
     bar = _Bar(
         total=total, initial=done, desc=label, unit=unit, disable=True if distributed_rank() else hidden

@@ -167,6 +167,25 @@ def test_the_time_to_the_end_of_all_counts_rows_that_are_found_and_fits(monkeypa
                         assert stages.time_left == (tqdm.format_interval(left) if left else "")
 
 
+def test_the_time_to_the_end_of_all_has_no_solver_after_the_last_one(monkeypatch):
+    """Checkpoints of 10 targets, a solver of 60 s without a bar, and 10 rows; a target or row takes a second."""
+    clock = [0.0]
+    monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    said = []
+    with Stages.of(2, 20) as stages:
+        for _ in stages.each(range(2)):
+            for pause in (0.0, 60.0):
+                clock[0] += pause
+                with KeptProgress(10, label="here", progress=None) as work:
+                    for _ in range(10):
+                        clock[0] += 1.0
+                        work.advance(1)
+                        said.append(stages.time_left)
+    assert said[-10:] == [*(f"00:0{left}" for left in range(9, 0, -1)), ""]
+    assert said[:2] == ["00:39", "00:38"]  # no solver has run yet
+    assert said[19] == "01:20"  # another checkpoint as the first one
+
+
 def test_the_fit_of_a_language_model_is_told_before_the_rows_and_only_once(capsys):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))

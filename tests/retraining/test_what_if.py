@@ -112,7 +112,11 @@ def test_the_prediction_is_the_sum_of_scores():
     [
         ({}, "got 0 to remove, 0 to add, 0 to relabel of 10"),
         ({"remove": range(10)}, "leaves at least one row; got 10 to remove"),
-        ({"remove": [1], "add": [1]}, "each in one of these only"),
+        ({"remove": [2, 1], "add": [1]}, r"each in one of these only.* of 10; in several of these: 1\.$"),
+        (
+            {"remove": [2, 7, 1], "add": [7, 3, 2]},
+            r"3 to add, 0 to relabel of 10; in several of these: 2, 7\.$",
+        ),
         ({"remove": [1, 1]}, "remove names a row twice"),
         ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
         ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
@@ -416,7 +420,49 @@ def test_a_repair_without_retrainings_goes_by_the_prediction():
     falls = np.cumsum(np.sort(matrix[:, 1])[::-1])
     assert len(found.rows) == np.argmax(falls >= 3.0) + 1
     assert found.reached
+    said = "goal -3, predicted to be reached by the uncalibrated sum of scores, without a probability\n"
+    assert said in str(found)
     assert "No interval" in str(found)
+    far = repair(held_scores(matrix), 1, -100.0)
+    assert not far.reached
+    assert "NOT predicted to be reached by the uncalibrated sum of scores, without a prob" in str(far)
+
+
+@pytest.fixture(scope="module")
+def tried_small():
+    found = scored()
+    try_removals(found, Training(), ASKED, groups="source", shares=(0.01, 0.02, 0.04), budget=36)
+    return found
+
+
+@pytest.mark.parametrize("target", range(M))
+def test_a_repair_does_not_count_sets_without_an_interval(tried_small, target):
+    """The sum of larger sets reaches the goal; the intervals end before."""
+    order = np.argsort(-tried_small.numpy()[:, target], kind="stable")
+    sets = [what_if(tried_small, order[:size], level=0.6) for size in range(1, 25)]
+    known = [found.lower is not None and np.isfinite(found.lower[target]) for found in sets]
+    ends = [found.upper[target] if is_known else np.inf for found, is_known in zip(sets, known, strict=True)]
+    assert not known[-1]
+    assert "can be several times too small or too large" in sets[-1].basis
+    goal = float(min(ends)) - 0.01
+    assert sets[-1].predicted[target] < goal < 0
+    found = repair(tried_small, target, goal)
+    assert not found.reached
+    assert known[len(found.rows) - 1]
+    assert "NOT predicted to be reached by a set that has an interval\n" in str(found)
+    assert "inf" not in str(found)
+    nearer = repair(tried_small, target, goal + 0.02)
+    assert nearer.effects.upper[target] <= goal + 0.02 or not nearer.reached
+
+
+def test_a_repair_whose_trials_resemble_no_set_goes_by_the_prediction():
+    """Random halves of the rows resemble no set of a few rows, so that nothing is known but the sum."""
+    found = scored()
+    verify(found, Training(), ASKED, budget=20, alpha=0.5)
+    repaired = repair(found, 3, -0.2, most=0.1)
+    assert repaired.reached
+    assert len(repaired.rows) == len(repair(scored(), 3, -0.2, most=0.1).rows)
+    assert "predicted to be reached by the uncalibrated sum of scores, without a probability" in str(repaired)
 
 
 def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):

@@ -178,3 +178,30 @@ def test_a_clearly_faster_batch_size_is_proposed(clock, power, monkeypatch):
     monkeypatch.setattr(planning, "_proc_bytes", lambda file, name: kept[name])
     plan = attributor(None).plan(Rows(Timed(clock, 4000, lambda rows: 1.0), name="many", batch_size=32))
     assert plan.memory["featurizing"] is None or "Faster" not in "".join(plan.advice)  # no size fits
+
+
+def test_the_memory_of_all_batch_sizes_is_counted_from_before_the_first_trial(clock, tmp_path, monkeypatch):
+    """The first sample takes 1000 bytes of 1700, a batch of n rows n, and the process keeps the most that it had."""
+    most = 0
+
+    class Growing(Timed):
+        def __getitem__(self, row):
+            nonlocal most
+            most = max(most, 1000)
+            return super().__getitem__(row)
+
+        def __getitems__(self, rows):
+            nonlocal most
+            most = max(most, 1000 + len(rows))
+            return super().__getitems__(rows)
+
+    def told(_, field):
+        return 1700 - most if field == "MemAvailable" else 100 + most
+
+    monkeypatch.setattr(planning, "_proc_bytes", told)
+    data = Growing(clock, 20_000, lambda rows: 1.0)
+    plan = attributor(tmp_path / "run.zarr").plan(Rows(data, batch_size=32))
+    if plan.memory["featurizing"] is None:
+        pytest.skip("the system does not tell the peak of the memory")
+    assert plan.memory["featurizing"] == 1032
+    assert plan.advice == ("Faster: batch_size=512 takes 6% of the time per row (and 1.48 KiB).",)

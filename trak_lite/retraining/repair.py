@@ -5,6 +5,7 @@ Shapes: N train rows, M targets, R seeds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -38,7 +39,8 @@ class Repair:
     rows: NDArray[np.int64]
     """``(k,)`` the rows to remove, the strongest first."""
     reached: bool
-    """Whether the prediction reaches the goal; if not, ``rows`` are those of the set that comes closest."""
+    """Whether the nearer end of the interval of ``effects`` reaches the goal, or, where the target has no interval, the
+    prediction, without a probability; if not, ``rows`` are those of the set that comes closest."""
     effects: Effects
     """Predicted changes of all targets without the rows."""
     measured: NDArray[np.float64] | None = None
@@ -53,10 +55,14 @@ class Repair:
 
     def __str__(self) -> str:
         of, target, interval = self.effects, self.target, ""
-        if of.lower is not None and of.upper is not None:
+        by = "" if self.reached else " by a set that has an interval"
+        if of.lower is None or of.upper is None or np.isinf(of.lower[target]):
+            by = " by the uncalibrated sum of scores, without a probability"
+        else:
             interval = f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
+        verb = "predicted" if self.reached else "NOT predicted"
         lines = [
-            f"target {target}, goal {self.goal:+.3g}, {'predicted' if self.reached else 'NOT predicted'} to be reached",
+            f"target {target}, goal {self.goal:+.3g}, {verb} to be reached{by}",
             f"{of.change}: change {of.predicted[target]:+.3g}{interval}",
         ]
         changes = of.predicted
@@ -105,7 +111,8 @@ def repair(
 
     Rows are taken in the order of their scores, for a fall the most helpful ones first. The set is the smallest of the
     tried sizes that reaches the goal with a probability of at least ``chance``, by the intervals of :func:`what_if`;
-    where there is no interval, the smallest whose predicted change reaches it. With ``train_fn`` and ``targets``,
+    sets without an interval are left out. If no set has one (without trials), it is the smallest whose sum of scores
+    reaches the goal: this sum is not calibrated, and has no probability. With ``train_fn`` and ``targets``,
     models are trained with all rows and without the set, with the same fresh seeds.
 
     Args:
@@ -163,24 +170,42 @@ def _smallest(
     effects: SummedEffects, order: NDArray[np.int64], target: int, goal: float, level: float
 ) -> Repair:
     """Return the smallest tried prefix of the rows that reaches the goal, or the one that comes closest."""
-    direction, reach = np.sign(goal), dict[int, float]()
+    direction = float(np.sign(goal))
 
-    def reaches(size: int) -> bool:
-        """Whether the trusted end of the prediction reaches the goal, in the direction of the goal."""
-        found = effects.without(order[:size], level, target=target)
-        ends = [found.predicted] if found.lower is None or found.upper is None else [found.lower, found.upper]
-        reach[size] = min(float(direction * end[target]) for end in ends)
-        return reach[size] >= abs(goal)
+    def sum_of(size: int) -> float:
+        return -direction * float(effects.sum(order[:size])[target])
 
-    count = int(np.log(len(order)) / np.log(_GROWTH)) + 2
-    below = 0
-    for size in np.unique(np.ceil(np.geomspace(1, len(order), count)).astype(int)).tolist():
-        if reaches(size):
-            while size - below > 1:
-                middle = (below + size) // 2
-                below, size = (below, middle) if reaches(middle) else (middle, size)
-            break
-        below = size
-    is_reached = reach[size] >= abs(goal)
-    chosen = size if is_reached else max(reach, key=lambda tried: reach[tried])
-    return Repair(target, goal, order[:chosen], is_reached, effects.without(order[:chosen], level))
+    def nearer_end(found: Effects) -> float:
+        """Return how far the interval of the target reaches at least; no interval promises nothing."""
+        if found.lower is None or found.upper is None:
+            return -np.inf
+        return min(direction * float(end[target]) for end in (found.lower, found.upper))
+
+    def end_of(size: int) -> float:
+        return nearer_end(effects.without(order[:size], level, target=target))
+
+    size, reach = 0, -np.inf
+    if effects.trials is not None:
+        size, reach = _first(end_of, len(order), abs(goal))
+    if np.isinf(reach):  # for no size an interval is known
+        size, reach = _first(sum_of, len(order), abs(goal))
+    found = effects.without(order[:size], level)
+    end = nearer_end(found)  # a size between the tried ones may have an interval
+    return Repair(target, goal, order[:size], (reach if np.isinf(end) else end) >= abs(goal), found)
+
+
+def _first(reach: Callable[[int], float], largest: int, goal: float) -> tuple[int, float]:
+    """Return the smallest tried size that reaches the goal, or the one that comes closest, and its reach."""
+    count = int(np.log(largest) / np.log(_GROWTH)) + 2
+    below, reached = 0, dict[int, float]()
+    for size in np.unique(np.ceil(np.geomspace(1, largest, count)).astype(int)).tolist():
+        reached[size] = reach(size)
+        if reached[size] < goal:
+            below = size
+            continue
+        while size - below > 1:
+            middle = (below + size) // 2
+            reached[middle] = reach(middle)
+            below, size = (below, middle) if reached[middle] >= goal else (middle, size)
+        return size, reached[size]
+    return max(reached.items(), key=lambda tried: tried[1])

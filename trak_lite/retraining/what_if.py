@@ -143,11 +143,14 @@ def what_if(
     num_rows, level = len(scores), coverage(level=level)
     removed, added = (_numbers(rows, num_rows, what) for rows, what in ((remove, "remove"), (add, "add")))
     relabelled = _numbers(None if relabel is None else relabel[0], num_rows, "relabel")
-    everything = np.concatenate([removed, added, relabelled])
-    if not len(everything) or len(np.unique(everything)) < len(everything) or len(removed) == num_rows:
+    everything, times = np.unique(np.concatenate([removed, added, relabelled]), return_counts=True)
+    several = everything[times > 1].tolist()
+    if not len(everything) or several or len(removed) == num_rows:
+        named = f"; in several of these: {some_of(map(str, several))}" if several else ""
         raise InvalidInputError(
             "what_if takes at least one row to remove, add or relabel, each in one of these only, and leaves at least "
-            f"one row; got {len(removed)} to remove, {len(added)} to add, {len(relabelled)} to relabel of {num_rows}."
+            f"one row; got {len(removed)} to remove, {len(added)} to add, {len(relabelled)} to relabel of "
+            f"{num_rows}{named}."
         )
     effects = SummedEffects(scores)
     if not len(added) and not len(relabelled):
@@ -436,5 +439,5 @@ def _basis(trials: Trials, found: EffectInterval, shape: tuple[float, float], le
     )
     return (
         f"No interval for this set ({where}): {why}. The prediction is the sum of scores, which can be several times "
-        f"too small. Measure sets of many kinds with {_MEASURE}."
+        f"too small or too large. Measure sets of many kinds with {_MEASURE}."
     )

@@ -5,7 +5,9 @@ Shapes: N train rows, M targets, K feature width, C checkpoints.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import math
 import shutil
 import statistics
@@ -101,7 +103,7 @@ class Plan:
     """Bytes by purpose: rows, targets, kernels, scores; ``"fit, while it runs"`` is freed again."""
     memory: Mapping[str, int | None]
     """Peak bytes of featurizing and of scoring beyond what is in use now (the model, the data); ``None`` where the
-    system does not tell."""
+    system does not tell. Stored rows that are read as maps of files are not counted: the system takes them back."""
     seconds: Mapping[str, Span]
     """Time by step: ``"rows"``, ``"fit"``, ``"targets"``, ``"scores"``."""
     advice: tuple[str, ...]
@@ -140,7 +142,7 @@ class _Trial:
     """The part of it that short data take too, which are not recorded."""
     batch: Span
     growth: int | None
-    """Peak bytes beyond those in use before."""
+    """Peak bytes beyond those in use before all trials."""
 
 
 def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, count: int) -> Plan:
@@ -148,13 +150,13 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
 
     Nothing is written but a folder beside the store, which is removed.
     """
-    settings, num_rows = run.settings, len(rows)
+    settings, num_rows, growing = run.settings, len(rows), _Memory(run.settings.device)
     num_targets = 0 if targets is None else len(targets)
     advice: list[str] = []
     chosen = run.settings.trial()
     with suppress(StateError, StoreError), run.workspace.reading() as store:
         chosen.recall_computer(store.manifest)
-    trial = _tried(run, chosen, rows, checkpoint, rows.batch_size)
+    trial = _tried(run, chosen, rows, checkpoint, rows.batch_size, growing)
     chunk_rows = settings.train_table(num_rows, {}).chunk_rows
     whole = min(rows.batch_size, chunk_rows)  # a batch ends with its chunk
     per_batch = {whole: trial}
@@ -162,7 +164,7 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     seconds = {"rows": trial.setup.plus(trial.batch.times(passes)).times(count)}
     draws, fit = settings.num_fit_rows(num_rows), None
     if draws:
-        fit = _tried(run, chosen, rows, checkpoint, rows.batch_size, draws=draws)
+        fit = _tried(run, chosen, rows, checkpoint, rows.batch_size, growing, draws=draws)
         _, size = _fit_grid(settings, num_rows, rows.batch_size)
         seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // size))).plus(_gram_time(settings, draws))
         seconds["fit"] = seconds["fit"].times(count)
@@ -180,11 +182,11 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     for size in _TRIED:
         if size != whole and size <= chunk_rows and size * (_WARM + _FEWEST) <= num_rows:
             most = max(0.5, _LARGEST_SHARE * seconds["rows"].mean)
-            other = _tried(run, chosen, rows, checkpoint, size, longest=0.5, most=most)
+            other = _tried(run, chosen, rows, checkpoint, size, growing, longest=0.5, most=most)
             per_batch[size] = other
             if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
                 break  # larger ones will not be faster
-    advice += _advice(settings, run.workspace, whole, per_batch, disk, memory)
+    advice += _advice(settings, run.workspace, whole, per_batch, disk, memory, growing.free)
     return Plan(
         num_rows,
         num_targets,
@@ -204,6 +206,7 @@ def _tried(
     rows: Rows,
     checkpoint: Checkpoint,
     batch_size: int,
+    memory: _Memory,
     *,
     draws: int = 0,
     longest: float = _LONGEST,
@@ -221,12 +224,13 @@ def _tried(
     first = np.arange(min(num_rows, (_WARM + _MOST) * per_batch))
     batches = plan_batches(first, chunk_rows, per_batch)
     half = max(_WARM + 1, num_rows // per_batch // 2)
+    memory.begin()
     with _scratch(run.workspace) as workspace:
         trial = replace(run, settings=settings, workspace=workspace, progress=False, computers=None)
         size, rows.batch_size = rows.batch_size, batch_size
         try:
             with trial.session(rows.identity()) as session:
-                growth, marks = _peak_meter(settings.device), [_now()]
+                marks = [_now()]
                 for _ in session.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
                     marks.append(_now())
                     passed = marks[-1][0] - marks[0][0]
@@ -234,12 +238,12 @@ def _tried(
                         break
                     if len(marks) > _WARM + _FEWEST and marks[-1][0] - marks[_WARM][0] > longest:
                         break
-                peak = growth()
+                growth = memory.growth()
         finally:
             rows.batch_size = size
     gaps = np.diff(marks, axis=0)
     batch = _usual(gaps, -(-chunk_rows // per_batch))
-    return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, peak)
+    return _Trial(_beyond(gaps, batch), _beyond(gaps[: _WARM - 1], batch), batch, growth)
 
 
 def _fit_grid(settings: AttributorSettings, num_rows: int, batch_size: int) -> tuple[int, int]:
@@ -281,21 +285,41 @@ def _span(gaps: Times) -> Span:
     )
 
 
-def _peak_meter(device: torch.device) -> Callable[[], int | None]:
-    """Return a function that returns the growth of the memory from now to its peak, in bytes.
+@final
+class _Memory:
+    """Memory of the GPU, or the resident set on Linux: what is free, and the growth of all trials, from one moment on.
 
-    The memory is that of the GPU, or the resident set on Linux; ``None`` where the system does not tell.
+    A trial that begins with what the one before has left behind would seem to need less than a run of its own.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        return lambda: torch.cuda.max_memory_allocated(device) - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    except OSError:  # another system, or a container that forbids it
-        return lambda: None
-    resident = _proc_bytes("self/status", "VmRSS") or 0
-    return lambda: max(0, (_proc_bytes("self/status", "VmHWM") or 0) - resident)
+
+    def __init__(self, device: torch.device) -> None:
+        self.free = _free_memory(device)
+        self._device, self._is_known = device, True
+        is_gpu = device.type == "cuda"
+        self._before = torch.cuda.memory_allocated(device) if is_gpu else _proc_bytes("self/status", "VmRSS")
+
+    def begin(self) -> None:
+        """Begin a trial: the peak starts again from what is in use, without what the trial before has freed."""
+        gc.collect()
+        with suppress(AttributeError, OSError, TypeError):  # only glibc keeps freed memory, and gives it back
+            ctypes.CDLL(None).malloc_trim(0)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:  # another system, or a container that forbids it
+            self._is_known = False
+
+    def growth(self) -> int | None:
+        """Return the growth up to the peak of the trial, in bytes; ``None`` where the system does not tell."""
+        is_gpu = self._device.type == "cuda"
+        peak = (
+            torch.cuda.max_memory_allocated(self._device) if is_gpu else _proc_bytes("self/status", "VmHWM")
+        )
+        if peak is None or self._before is None or not self._is_known:
+            return None
+        return max(0, peak - self._before)
 
 
 def _proc_bytes(file: str, field: str) -> int | None:
@@ -433,9 +457,9 @@ def _advice(
     tried: Mapping[int, _Trial],
     disk: Mapping[str, int],
     memory: Mapping[str, int | None],
+    free: int | None,
 ) -> Iterator[str]:
     """Yield what does not fit with a setting that would, and what would be faster."""
-    free = _free_memory(settings.device)
     fitting = {
         size: trial
         for size, trial in tried.items()
