@@ -1,6 +1,8 @@
 """Replays of recorded passes: the same bits as the pass, or the pass itself."""
 
 import argparse
+import array
+import collections
 import contextvars
 import ctypes
 import functools
@@ -25,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import to_dlpack as exported
 
 from trak_lite import Normalization
 from trak_lite.data.batches import flatten_batch
@@ -291,6 +294,30 @@ def in_a_thread_that_holds_it(x):
     return POOL.submit(work).result()
 
 
+@torch.jit.script
+def listed(x: torch.Tensor) -> torch.Tensor:
+    values: list[float] = x[:, 0].double().tolist()
+    return torch.tensor([[value] for value in values]).to(x.device) > 0
+
+
+@torch.jit.script
+def listed_by_another(x: torch.Tensor) -> torch.Tensor:
+    return listed(x)
+
+
+class Listing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return listed_by_another(x)
+
+
+def listing():
+    """The method that reads is not the model's forward."""
+    return Net(
+        factor=lambda s, x: torch.where(s.listing(x.detach()[:, :1] + 9), 2.0, 1.0),
+        listing=torch.jit.script(Listing()),
+    )
+
+
 NOT_REPLAYED = {
     "counts in itself": lambda: Net(does=counts, calls=0),
     "counts in its class": lambda: CountsInItsClass(does=counts_in_its_class),
@@ -313,6 +340,10 @@ NOT_REPLAYED = {
     ),
     "reads a list": lambda: Net(factor=lambda s, x: torch.tensor([[max(row)] for row in x.tolist()])),
     "reads by pointer": lambda: doubles(by_pointer),
+    "reads a list in TorchScript": lambda: doubles(lambda x: listed_by_another(x)),
+    "reads a list in a TorchScript module": listing,
+    "reads by DLPack": lambda: doubles(lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)) > 0),
+    "reads by DLPack of another name": lambda: doubles(lambda x: torch.from_dlpack(exported(x)) > 0),
     "reads scalars in a list": lambda: doubles(lambda x: torch.tensor(list(x[:, 0]))[:, None] > 0),
     "makes a parameter": lambda: doubles(lambda x: nn.Parameter(x) > 0),
     "applies Python": lambda: doubles(lambda x: x.apply_(abs) > 0),
@@ -474,21 +505,61 @@ CHANGES = {
     "frozen": put("last.weight.requires_grad", lambda old: False),
     "a hook": lambda model: model.first.register_forward_hook(lambda module, args, result: result * 7),
     "a module": put("first", lambda old: nn.Linear(5, 7)),
+    "an array": lambda model: operator.setitem(model.held["array"], 0, 6.0),
+    "an array of objects": lambda model: operator.setitem(model.held["objects"], 0, 6.0),
+    "an array of Python": lambda model: operator.setitem(model.held["numbers"], 0, 6.0),
+    "bytes": lambda model: operator.setitem(model.held["bytes"], 0, 6),
+    "a deque": lambda model: operator.setitem(model.held["deque"], 0, 6.0),
+    "slots": lambda model: setattr(model.held["slots"], "calls", 6.0),
+    "a long list": lambda model: operator.setitem(model.held["list"], 300, 6.0),
+    "a list in lists": lambda model: operator.setitem(model.held["lists"][0][0][0][0], 0, 6.0),
+    "a method of its class": lambda model: setattr(OfClass, "gain", lambda self: 6.0),
     "the order of layers": put("layers", lambda old: nn.ModuleList(reversed(old))),
 }
 
 
+class OfClass(Net):
+    def gain(self):
+        return 1.0
+
+
+def held():
+    """Return numbers in what an attribute may hold."""
+    slots = Slots()
+    slots.calls = 1.0
+    return {
+        "array": np.ones(2),
+        "objects": np.array([1.0, None]),
+        "numbers": array.array("d", [1.0]),
+        "bytes": bytearray(b"\x01"),
+        "deque": collections.deque([1.0]),
+        "slots": slots,
+        "list": [1.0] * 301,
+        "lists": [[[[[1.0]]]]],
+    }
+
+
+def product_of(held):
+    """Return the product of the numbers."""
+    firsts = [held[name][0] for name in ("array", "objects", "numbers", "bytes", "deque")]
+    return math.prod(
+        [*map(float, firsts), held["slots"].calls, held["list"][300], held["lists"][0][0][0][0][0]]
+    )
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_of_the_model_between_batches_counts_at_once(change):
+def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatch):
     def changing(s, x):
-        x = s.logits(x) * s.scale * s.config["layers"][0].scale
+        x = s.logits(x) * s.scale * s.config["layers"][0].scale * s.gain() * product_of(s.held)
         for layer in s.layers:
             x = torch.tanh(layer(x))
         return x
 
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
     config = {"layers": [types.SimpleNamespace(scale=1.0)]}
-    model, run = replaying(lambda: Net(changing, scale=1.0, config=config, layers=layers))
+    monkeypatch.setattr(OfClass, "gain", OfClass.gain)  # back after the test
+    model, run = replaying(lambda: OfClass(changing, scale=1.0, config=config, layers=layers, held=held()))
+    assert run.passes < 10
     change(model)
     for batch in batches(3):
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
@@ -676,6 +747,73 @@ def test_a_value_outside_the_model_that_changes_ends_the_run_with_the_rows_since
     with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value") as caught:
         end()
     np.testing.assert_array_equal(caught.value.rows["train"], np.arange(4 * 16, 4 * count))
+
+
+def replays_another_shape(run):
+    for number, batch in enumerate(batches(NUM_BATCHES, 6)):
+        run.computer.name_rows("train", np.arange(200 + 6 * number, 206 + 6 * number))
+        run(batch)
+
+
+def changes_an_attribute(run):
+    run.computer.model.unread = 2
+    run(next(batches(1)))
+
+
+def changes_its_training_flag(run):
+    run.computer.model.first.train()
+    run(next(batches(1)))
+
+
+def makes_room_for_another_shape(run):
+    for size in (5, 6):
+        for batch in batches(12, size):
+            run(batch)
+
+
+@pytest.mark.parametrize(
+    ("then", "at_once"),
+    [
+        (replays_another_shape, False),
+        (makes_room_for_another_shape, True),
+        (changes_an_attribute, True),
+        (changes_its_training_flag, True),
+    ],
+)
+def test_a_value_outside_the_model_that_changes_is_noticed_whatever_follows(then, at_once, monkeypatch):
+    """Batches of other shapes do not read it; a change of an attribute that stands alone ends no run."""
+    monkeypatch.setattr("trak_lite.gradient_computers.replays._MOST_RECORDINGS", 2)
+
+    def finished(factor):
+        monkeypatch.setitem(READ_OUTSIDE, "factor", 1.0)
+        run = Run(made(lambda: Net(factor=lambda s, x: READ_OUTSIDE["factor"] if len(x) == 4 else 1.0)))
+        for number, batch in enumerate(batches()):
+            run.computer.name_rows("train", np.arange(4 * number, 4 * number + 4))
+            run(batch)
+        assert run.passes < NUM_BATCHES
+        READ_OUTSIDE["factor"] = factor
+        then(run)
+        if factor == 1.0 or not at_once:
+            run.computer.confirm()
+
+    finished(1.0)
+    with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value") as caught:
+        finished(2.0)
+    assert set(range(4 * 16, 4 * NUM_BATCHES)) <= set(caught.value.rows["train"].tolist())
+
+
+def test_a_tensor_of_the_model_that_changes_is_no_error_after_the_last_batch():
+    """Replays of both shapes read the tensor; after it has changed there are batches of one."""
+    model = made(lambda: Net(factor=lambda s, x: s.scale.exp(), scale=torch.zeros(1)))
+    run = Run(model)
+    for pair in zip(batches(), batches(size=6), strict=True):
+        for batch in pair:
+            run(batch)
+    assert run.passes < 2 * NUM_BATCHES
+    model.scale.fill_(2.0)
+    batch = next(batches(1))
+    torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    run.computer.confirm()
 
 
 @pytest.mark.parametrize("more", [0, 1, 4])
@@ -967,6 +1105,30 @@ def test_autocast_and_modes_of_the_caller_run_the_pass():
     with torch.overrides.BaseTorchFunctionMode():
         run(batch)
     assert run.passes == before + 2
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+        nn.modules.module.register_module_full_backward_hook,
+        nn.modules.module.register_module_full_backward_pre_hook,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_of_all_modules_run_the_pass(register):
+    run = Run(made(Net))
+    hook = register(lambda *_: None)
+    try:
+        for batch in batches(9):
+            run(batch)
+        assert run.passes == 9
+    finally:
+        hook.remove()
+    for batch in batches(9):
+        run(batch)
+    assert run.passes < 18
 
 
 def test_a_bad_label_is_refused_in_a_replayed_kind_of_batch():

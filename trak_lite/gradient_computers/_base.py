@@ -171,10 +171,12 @@ class AbstractGradientComputer(ABC):
         yield
 
     def confirm(self, complete: bool = True) -> None:
-        """Compare the last recorded operations that :meth:`run` ran with ``work``; call it after the last batch.
+        """Compare the last recorded operations that :meth:`run` ran, of every shape, with ``work``.
+
+        Call it after the last batch.
 
         Args:
-            complete: ``False`` compares nothing and frees the last batch, after a loop that was not finished.
+            complete: ``False`` compares nothing and frees these batches, after a loop that was not finished.
 
         Raises:
             UnsupportedModelError: If they differ; the attribute ``rows`` of the error names the rows that may be wrong.

@@ -12,8 +12,12 @@ import operator
 import random
 import sys
 import types
+import weakref
 import zlib
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import numpy as np
@@ -28,11 +32,22 @@ from trak_lite.modelout_functions._describe import functions_of
 _MOST_DESCRIBED: Final = 1 << 14
 """Entries of a list or a dict that are compared by value; larger ones are compared by identity and length."""
 _DEPTH: Final = 8
-_LEVELS: Final = 3
-"""Levels of dicts, lists and objects in an attribute of a module whose contents are compared before every replay."""
-_MOST_HELD: Final = 256
+_LEVELS: Final = 7
+"""Levels of dicts and lists in an attribute of a module whose contents are compared before every replay, from 0 on.
+
+An object is two levels: what it refers to may be all of a training.
+"""
+_MOST_HELD: Final = 1 << 9
+"""Entries of a dict or a list that are compared before every replay, by identity; of larger ones, their number."""
+_MOST_ARRAY_BYTES: Final = 1 << 18
+"""Of all arrays in the attributes of a model that is replayed: a checksum is computed before every replay."""
 _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_ATOM_TYPES: Final = frozenset(_ATOMS)
+_UNSEEN_READS: Final = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
+"""Functions that read values, and that a mode of torch does not see."""
+_METHODS: Final = weakref.WeakKeyDictionary[type, tuple[str, ...]]()
+"""Names of the methods of a class of modules."""
 _ABSENT: Final = ...
 _COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
@@ -45,8 +60,9 @@ _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 def identities(
     model: nn.Module, task: AbstractModelOutput, others: Sequence[object], alive: list[Any]
 ) -> tuple[int, ...] | None:
-    """Return the identity of all that a pass reads; ``None`` if the model has a tensor without memory of its own.
+    """Return the identity of all that a pass reads.
 
+    ``None`` if the model has a tensor without memory of its own, or arrays that are too large to be compared often.
     A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
     the result is meaningful as long as this is alive.
     """
@@ -54,13 +70,16 @@ def identities(
     for held in (task, *others):
         alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
     places: list[int] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        alive += (module, type(module).forward)
+    contents = _Contents(alive, places)
+    modules = [*model.modules()]
+    for kind in dict.fromkeys(map(type, modules)):
+        contents.add_methods(kind)
+    for module in modules:
+        alive += (module, getattr(type(module), "forward", None))  # TorchScript has none
         for name, value in vars(module).items():
             alive.append(value)
-            if name not in _OF_EVERY_MODULE and type(value) not in _ATOMS:
-                _hold_contents(value, alive, seen, _LEVELS)
+            if type(value) not in _ATOM_TYPES and name not in _OF_EVERY_MODULE:
+                contents.add(value, _LEVELS)
         places += map(len, _hooks_of(module))
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is None:
@@ -69,7 +88,33 @@ def identities(
                 return None
             alive.append(tensor)
             places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
-    return *map(id, alive), *places
+    return None if contents.num_bytes > _MOST_ARRAY_BYTES else (*map(id, alive), *places)
+
+
+@final
+class Attributes:
+    """The attributes of a model's modules and of a task at one time."""
+
+    def __init__(self, model: nn.Module, task: AbstractModelOutput) -> None:
+        owners = [vars(owner) for owner in (*model.modules(), task) if hasattr(owner, "__dict__")]
+        self._held = [(own, dict(own)) for own in owners]
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Give the modules and the task these attributes inside the block."""
+        now = [(own, dict(own)) for own, _ in self._held]
+        try:
+            _put(self._held)
+            yield
+        finally:
+            _put(now)
+
+
+def _put(held: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for own, values in held:
+        if own.keys() != values.keys() or any(own[name] is not value for name, value in values.items()):
+            own.clear()
+            own.update(values)
 
 
 def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
@@ -77,25 +122,72 @@ def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
     return module._forward_hooks, module._forward_pre_hooks, *backward
 
 
-def _hold_contents(value: Any, alive: list[Any], seen: set[int], levels: int) -> None:
-    """Append what a configuration, a dict or a list holds, a few levels deep: it may be changed in place."""
-    if id(value) in seen or isinstance(value, Tensor | nn.Module | np.ndarray | types.FunctionType | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        contents: Any = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        contents = value
-    elif hasattr(value, "__dict__") and _package_of(type(value).__module__) != "torch":
-        contents = vars(value).values()
-    else:
-        return
-    if len(contents) > _MOST_HELD:
-        return
-    for one in contents:
-        alive.append(one)
-        if levels and type(one) not in _ATOMS:
-            _hold_contents(one, alive, seen, levels - 1)
+class _Contents:
+    """What attributes hold, a few levels deep, and methods: they may be changed in place."""
+
+    def __init__(self, alive: list[Any], places: list[int]) -> None:
+        self._alive, self._places = alive, places
+        self._seen: set[int] = set()
+        self.num_bytes = 0
+        """Of arrays."""
+
+    def add_methods(self, found: type) -> None:
+        """Add the methods of a class and its bases that are not torch's."""
+        for base in found.__mro__:
+            names = _METHODS.get(base)
+            if names is None:
+                is_own = _package_of(base.__module__) not in ("torch", "builtins")
+                methods = types.FunctionType, property, staticmethod, classmethod
+                names = tuple(n for n, value in vars(base).items() if is_own and isinstance(value, methods))
+                _METHODS[base] = names
+            if names:
+                self._alive.extend(map(vars(base).get, names))
+                self._places.append(len(vars(base)))
+
+    def add(self, value: Any, levels: int) -> None:
+        """Add what a configuration, a dict, a list or an array holds."""
+        if id(value) in self._seen or isinstance(value, Tensor | nn.Module | types.FunctionType | type):
+            return
+        self._seen.add(id(value))
+        contents: Any
+        if isinstance(value, dict | types.MappingProxyType):
+            contents = value.values()
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            contents = value
+        elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+            contents = value.ravel().tolist()
+        elif isinstance(value, np.ndarray | array | bytearray):
+            self._add_array(value)
+            return
+        elif _package_of(type(value).__module__) == "torch":
+            return
+        else:
+            contents = [getattr(value, name, None) for name in _slots_of(type(value))]  # type: ignore[arg-type]
+            contents += vars(value).values() if hasattr(value, "__dict__") else ()
+            levels -= 1
+        self._places.append(len(contents))
+        if len(contents) > _MOST_HELD:
+            return
+        self._alive.extend(contents)
+        if levels > 0 and not _ATOM_TYPES.issuperset(map(type, contents)):
+            for one in contents:
+                if type(one) not in _ATOM_TYPES:
+                    self.add(one, levels - 1)
+
+    def _add_array(self, value: np.ndarray[Any, Any] | array[Any] | bytearray) -> None:
+        size = value.nbytes if isinstance(value, np.ndarray) else memoryview(value).nbytes
+        self.num_bytes += size
+        if self.num_bytes <= _MOST_ARRAY_BYTES:
+            own = value.tobytes() if isinstance(value, np.ndarray) else value
+            layout = (value.shape, value.strides, value.dtype) if isinstance(value, np.ndarray) else ()
+            self._places += (size, zlib.crc32(own), hash(layout))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _slots_of(found: type) -> tuple[str, ...]:
+    slots = (vars(base).get("__slots__", ()) for base in found.__mro__)
+    names = itertools.chain.from_iterable((one,) if isinstance(one, str) else one for one in slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _package_of(module: object) -> str:
@@ -181,13 +273,14 @@ class Outside:
 def python_state(
     model: nn.Module, task: AbstractModelOutput, device: torch.device, outside: Outside | None = None
 ) -> Any:
-    """Return what a pass may change outside tensors' values; ``None`` if a pass runs hooks of the user or iterators.
+    """Return what a pass may change outside tensors' values.
 
-    ``outside`` notes what code reads.
+    ``None`` if a pass runs hooks of the user or iterators, or reads values where no mode of torch sees it. ``outside``
+    notes what code reads.
     """
     for module in model.modules():
         own = [p for p in module._parameters.values() if p is not None]
-        if any(_hooks_of(module)) or any(p._backward_hooks for p in own):
+        if any(_hooks_of(module)) or any(p._backward_hooks for p in own) or _reads_unseen(module):
             return None
     described = functools.partial(_described, seen={}, depth=_DEPTH, outside=outside)
     try:
@@ -198,14 +291,26 @@ def python_state(
             if name not in ("_parameters", "_buffers", "_modules")
         ]
         code = list(map(described, (*_code_of(model, task), *contextvars.copy_context().values())))
-    except _IteratorError:
+    except _UnseenError:
         return None
     generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]
     return held, code, generators, random.getstate(), repr(np.random.get_state())  # noqa: NPY002 (read only)
 
 
-class _IteratorError(Exception):
-    """An iterator: looking at it would move it."""
+class _UnseenError(Exception):
+    """An iterator, which looking at it would move, or code that reads values where no mode of torch sees it."""
+
+
+def _reads_unseen(value: Any) -> bool:
+    """Whether it is a function that reads values where no mode of torch sees it, or TorchScript with ``tolist``."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__name__ in _UNSEEN_READS
+    code: list[Any] = []
+    if isinstance(value, torch.jit.ScriptFunction):
+        code = [value]
+    elif isinstance(value, torch.jit.ScriptModule):
+        code = [value._c._get_method(name) for name in value._c._method_names()]
+    return any(one.inlined_graph.findAllNodes("prim::tolist") for one in code)
 
 
 def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
@@ -222,6 +327,8 @@ def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
 
 def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside | None) -> Any:
     """Return values that change if something that code reads is changed in place or replaced."""
+    if _reads_unseen(value):
+        raise _UnseenError
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, Tensor):
@@ -244,6 +351,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         empty = types.CellType()
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
         names = _names_in(value.__code__)
+        if not _UNSEEN_READS.isdisjoint(names):
+            raise _UnseenError
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         if outside is not None:
             outside.note(value, read)
@@ -266,7 +375,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         return [described(one) for one in value]
     if hasattr(value, "__next__"):
         if depth >= _DEPTH - 2:
-            raise _IteratorError
+            raise _UnseenError
         return id(value)  # of code that a library runs elsewhere
     slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
     held = {name: getattr(value, name, None) for name in slots if not name.startswith("__")}

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, cast, final
 
 import torch
 from torch import Tensor
@@ -25,10 +25,16 @@ from trak_lite._devices import in_float64
 from trak_lite.data.batches import attributes_beside
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
 from trak_lite.gradient_computers.cuda_graphs import captured
-from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
+from trak_lite.gradient_computers.pass_state import Attributes, Outside, identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
 from trak_lite.gradient_computers.reference import CheckedComputer
-from trak_lite.gradient_computers.self_check import SelfCheck, SelfCheckError, is_scheduled, rounding_of
+from trak_lite.gradient_computers.self_check import (
+    NamedRows,
+    SelfCheck,
+    SelfCheckError,
+    is_scheduled,
+    rounding_of,
+)
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
@@ -84,6 +90,14 @@ class _Pass(NamedTuple):
         finally:
             self.computer.self_check = checks
 
+    def apart(self) -> Sequence[Tensor]:
+        """Run it once more, as no batch of the schedule of the self-check."""
+        checks, self.computer.checks = self.computer.checks, SelfCheck()
+        try:
+            return self.without_checks()
+        finally:
+            self.computer.checks = checks
+
     def is_due(self, kind: _Kind) -> bool:
         """Whether samples of it are compared on the schedule of the self-check."""
         computer = self.computer
@@ -108,6 +122,7 @@ class _Kind:
     may_be_captured: bool = True
     is_unsteady: bool = False
     """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
+    surroundings: tuple[Any, ...] = ()
     outside: tuple[Any, ...] = ()
     """Values outside the model in its batches."""
     structure: Any = None
@@ -116,9 +131,20 @@ class _Kind:
     compared: int = 0
     """Number of its last batch that was compared."""
     confirmed: bool = False
+    uncompared: _Pass | None = None
+    """Its last replayed batch, if none was compared since."""
+    rows: list[NamedRows] = dataclasses.field(default_factory=list)
+    """Those of the replayed batches since a comparison."""
     num_replayed: int = 0
     num_other_paths: int = 0
     refusal: str | None = None
+
+    def forget_replays(self) -> None:
+        self.uncompared = None
+        self.rows.clear()
+
+    def has_other_constants(self) -> bool:
+        return any(version_of(tensor) != version for tensor, version in self.constants)
 
 
 @final
@@ -139,8 +165,8 @@ class Replays:
         self._pool: Any = None
         """Memory of the CUDA graphs, one of which runs at a time."""
         self._can_capture = True
-        self._last: tuple[_Kind, _Pass] | None = None
-        """The kind of the last batch that was replayed, and its pass; ``None`` if they were compared."""
+        self._attributes: Attributes | None = None
+        """Those of the model and the task in this state; known from the first recording on."""
         self._keeping: Recording | None = None
         """The recording of the last replay."""
 
@@ -176,6 +202,7 @@ class Replays:
             return work()
         if state != self._state or self._projector() is not projector:
             # The model, the task or the projector is another one.
+            self.confirm(complete=True)
             self._forget()
             self._state, self._projector = state, weakref.ref(projector, self._forget)
         outside = self._outside.values() if self._outside is not None else ()
@@ -195,43 +222,60 @@ class Replays:
             return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
+            self._attributes = self._attributes or Attributes(computer.model, computer.modelout_fn)
             kind.structure, kind.gap = computer.structure(batch)
             return self._recorded(kind, own, is_scratch)
         computer.checks.refuse_failed(kind.structure)
-        if any(version_of(tensor) != version for tensor, version in kind.constants):
-            self._last = None if self._last is not None and self._last[0] is kind else self._last
+        if kind.has_other_constants():
+            kind.forget_replays()  # with other values, their pass would show nothing
             self._refuse(kind, computer, "a tensor that is no parameter, buffer or input has changed")
             return work()
         due = own.is_due(kind) or kind.count - kind.compared >= kind.gap
         if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
-            return self._compared(kind, own)
+            return self._compared(kind, own, work)
         found = self._replayed(kind, own)
         if found is None:
             return work()
+        kind.rows += computer.checks.named
         with computer.checks.batch(kind.structure, len(leaves[0]), ()):
             kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
-        self._last = kind, own
+        kind.uncompared = own
         return found
 
     def confirm(self, complete: bool) -> None:
-        """Compare the last batch that was replayed, if it was not, with its pass: nothing has changed until then.
+        """Compare the last replayed batch of every kind with its pass, if none was since.
 
-        A pass with other values outside the model than in this batch would show nothing. If not ``complete``, only
-        forget the batch, which holds the projector.
+        Equal bits show that nothing had changed until then. The attributes of the model and the task are put back to
+        those of these batches. Where something else has changed that is compared before replays, a pass would show
+        nothing. If not ``complete``, only forget the batches, which hold the projector.
 
         Raises:
             SelfCheckError: As in :meth:`run`.
         """
-        if self._last is not None:
-            (kind, own), self._last = self._last, None
-            self._keep_for(None)
-            if complete and (self._outside is None or self._outside.values() == kind.outside):
-                self._compared(kind, own)
+        waiting = [kind for kind in self._kinds.values() if kind.uncompared is not None]
+        if waiting and complete and self._attributes is not None:
+            computer, alive = cast("_Pass", waiting[-1].uncompared).computer, list[Any]()
+            with self._attributes.put_back():
+                held = computer, self._projector()
+                if identities(computer.model, computer.modelout_fn, held, alive) == self._state:
+                    for kind in waiting:
+                        self._settle(kind)
+        for kind in waiting:
+            kind.forget_replays()
             if kind.refusal is not None:
                 kind.recording = kind.graph = None
         self._keep_for(None)
+
+    def _settle(self, kind: _Kind) -> None:
+        """Compare the last replayed batch of a kind, if that was not done and all but the attributes is as it was."""
+        own, kind.uncompared = kind.uncompared, None
+        if own is None or kind.has_other_constants() or _surroundings(own.leaves[0]) != kind.surroundings:
+            return
+        if self._outside is None or self._outside.values() == kind.outside:
+            self._keep_for(None)
+            self._compared(kind, own, own.apart)
 
     def _keep_for(self, recording: Recording | None) -> None:
         """Let this recording alone hold values from replay to replay: batches of many shapes would hold too much."""
@@ -250,9 +294,8 @@ class Replays:
             return True
         # Batches of many shapes in turn would otherwise replace each other's recordings before these are used.
         for known in recorded:
-            if self._last is not None and known is self._last[0]:
-                continue  # it is still to be compared
             if self._num_batches - known.last > 8 + 2 * (known.last - known.first) / known.count:
+                self._settle(known)
                 known.recording, known.graph, known.confirmed = None, None, False
                 return True
         return False
@@ -290,15 +333,15 @@ class Replays:
     def _forget(self, _: Any = None) -> None:
         self._kinds.clear()
         self._alive.clear()
-        self._state, self._last, self._num_batches, self._keeping = (), None, 0, None
-        self._outside = None
+        self._state, self._num_batches, self._keeping = (), 0, None
+        self._outside = self._attributes = None
 
     def _kind(self, key: tuple[Any, ...]) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
-        kind = self._kinds.pop(key, None) or _Kind(outside=key[-1])
+        kind = self._kinds.pop(key, None) or _Kind(surroundings=key[2], outside=key[-1])
         self._kinds[key] = kind
         if len(self._kinds) > _MOST_KINDS:
-            self._kinds.popitem(last=False)
+            self._settle(self._kinds.popitem(last=False)[1])
         return kind
 
     def _recorded(self, kind: _Kind, own: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
@@ -331,7 +374,8 @@ class Replays:
         after = python_state(model, task, leaves[0].device)
         if before is None or before != after:
             tape.refuse(
-                "a pass runs hooks, draws random numbers, or changes what the model or the task holds"
+                "a pass runs hooks, draws random numbers, changes what the model or the task holds, or reads values by "
+                "tolist in TorchScript or by DLPack"
             )
         try:
             kind.recording = tape.finish(found)
@@ -362,21 +406,21 @@ class Replays:
             if kind.num_other_paths > _MOST_OTHER_PATHS:
                 recording = kind.recording
                 self._refuse(kind, own.computer, "Python reads other values in other batches")
-                if self._last is not None and self._last[0] is kind:
+                if kind.uncompared is not None:
                     kind.recording = recording  # its last replay is still to be compared
         except MODEL_FAILURES as error:  # the pass names the cause, or succeeds
             refuse_signal(error)
         self._keep_for(None)
         return None
 
-    def _compared(self, kind: _Kind, own: _Pass) -> Sequence[Tensor]:
+    def _compared(self, kind: _Kind, own: _Pass, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         computer, kind.compared = own.computer, kind.count
         replayed = self._replayed(kind, own)
-        suspected = computer.checks.suspected()
-        found = own.work()
+        suspected = computer.checks.suspected(row for known in self._kinds.values() for row in known.rows)
+        found = work()
         if replayed is None:
             return found
-        self._last = None
+        kind.forget_replays()
         dtypes = {p.dtype for p in computer.model.parameters()} | {computer.autocast_dtype or torch.float64}
         are_close = functools.partial(_close, rounding=rounding_of(dtypes))
         same = all(map(_same_bits, found, replayed))
@@ -399,6 +443,8 @@ class Replays:
                 "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
                 "cache, a global value). Expected rows that depend on the sample and the weights only."
             )
+            for known in self._kinds.values():
+                known.forget_replays()
             computer.checks.fail(error, kind.structure, suspected)
             raise error
         return found
@@ -407,12 +453,7 @@ class Replays:
     def _is_unsteady(kind: _Kind, own: _Pass, found: Sequence[Tensor]) -> bool:
         """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
         if not kind.is_unsteady and found[0].device.type != "cpu":
-            checks = own.computer.checks
-            own.computer.checks = SelfCheck()  # it is no further batch of the schedule
-            try:
-                kind.is_unsteady = not all(map(_same_bits, found, own.without_checks()))
-            finally:
-                own.computer.checks = checks
+            kind.is_unsteady = not all(map(_same_bits, found, own.apart()))
         return kind.is_unsteady
 
     @staticmethod
@@ -447,9 +488,13 @@ def _close(one: Tensor, other: Tensor, rounding: float) -> bool:
 
 
 def _is_watched(device: torch.device) -> bool:
-    """Whether a mode of torch sees or changes operations, or autocast of the caller does."""
+    """Whether a mode of torch sees or changes operations, or hooks of all modules or autocast of the caller do."""
     return bool(
-        torch._C._len_torch_function_stack()
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+        or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch.is_inference_mode_enabled()
         or any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type} - {"meta"})
@@ -468,9 +513,6 @@ def _surroundings(leaf: Tensor) -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        len(torch_module._global_forward_hooks),
-        len(torch_module._global_forward_pre_hooks),
-        len(torch_module._global_backward_hooks),
         *of_cuda,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,8 @@ _MOST_KEPT_BYTES = 1 << 26
 _MOST_ENTRIES = 1 << 20
 """Entries of the dense gradients of one parameter that are formed at a time; one sample is always allowed."""
 _WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
+NamedRows = tuple[str, NDArray[np.int64]]
+"""The name of some data, and rows of it."""
 _Rows = Mapping[str, NDArray[np.int64]]
 """Row numbers by the name of their data."""
 
@@ -113,9 +116,9 @@ class SelfCheck:
         self._flags: dict[Any, set[Any]] = {}
         """By the rest of a structure, the flags that have a schedule of their own."""
         self._failed: dict[Any, str] = {}
-        self._unconfirmed: dict[Any, list[tuple[str, NDArray[np.int64]]]] = {}
+        self._unconfirmed: dict[Any, list[NamedRows]] = {}
         """By structure, the data's name and rows of each batch after the last check that passed."""
-        self._rows: tuple[str, NDArray[np.int64]] | None = None
+        self._rows: NamedRows | None = None
 
     def restart(self) -> None:
         """Reset all checks; called when the model is replaced."""
@@ -236,12 +239,16 @@ class SelfCheck:
             )
         self._failed[structure[-1]] = str(error)
 
-    def suspected(self) -> dict[str, NDArray[np.int64]]:
-        """Return the rows of all batches since the last check of their structure that passed."""
+    @property
+    def named(self) -> list[NamedRows]:
+        """The data's name and rows of the next batch, if they are known."""
+        return [] if self._rows is None else [self._rows]
+
+    def suspected(self, more: Iterable[NamedRows] = ()) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of all batches since the last check of their structure that passed, and ``more``."""
         found: dict[str, list[NDArray[np.int64]]] = {}
-        for batches in self._unconfirmed.values():
-            for what, rows in batches:
-                found.setdefault(what, []).append(rows)
+        for what, rows in itertools.chain(more, *self._unconfirmed.values()):
+            found.setdefault(what, []).append(rows)
         return {what: np.unique(np.concatenate(parts)) for what, parts in found.items()}
 
 
