@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "_version.py").read_text())[1]
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "trak_lite" / "core" / "version.py").read_text())[1]
 
 DEMO = ["scikit-learn", "matplotlib"]
 TABLES = ["pandas", "pyarrow", "xarray"]

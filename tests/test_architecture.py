@@ -19,8 +19,8 @@ from late import script
 import trak_lite
 
 FLOORS = [
-    {"errors", "types", "_version", "_progress", "_devices", "_eval_caches", "_random"},
-    {"_validate"},
+    {"errors", "types"},
+    {"core"},
     {"data", "models"},
     {"modelout_functions", "projectors", "linalg", "store", "evaluation"},
     {"gradient_computers", "methods", "parallel", "report"},
@@ -58,7 +58,7 @@ FILE_OF = {
     "pytest": "testing/*.py",
     "starlette": "serve/app.py",
     "uvicorn": "serve/server.py",
-    "tqdm": "_progress.py",
+    "tqdm": "core/progress.py",
 }
 """The only place of every package that is not imported everywhere."""
 EVERYWHERE = {"torch", "numpy", "safetensors", "trak_lite"}

@@ -74,7 +74,7 @@ if not child:
     lock.acquire()
     os.kill(os.getpid(), signal.SIGKILL)
 os.waitpid(child, 0)
-from trak_lite._progress import progress_bar
+from trak_lite.core.progress import progress_bar
 bar = threading.Thread(target=lambda: progress_bar(3, label="x", progress=False), daemon=True)
 own = threading.Thread(target=lambda: tqdm(total=3, disable=True), daemon=True)
 bar.start()

@@ -7,9 +7,9 @@ interface over the same rooms.
 import logging
 
 from trak_lite import methods as methods
-from trak_lite._version import __version__ as __version__
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
+from trak_lite.core.version import __version__ as __version__
 from trak_lite.data.datasets import Rows as Rows
 from trak_lite.data.packed import Documents as Documents
 from trak_lite.data.packed import pad_documents as pad_documents

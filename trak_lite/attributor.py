@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import undisturbed
-from trak_lite._progress import Stages
-from trak_lite._validate import positive_int, real_at_least
+from trak_lite.core.devices import undisturbed
+from trak_lite.core.progress import Stages
+from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
 from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable

@@ -27,9 +27,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import without_autocast
-from trak_lite._validate import positive_int, real_at_least
-from trak_lite._version import __version__
+from trak_lite.core.devices import without_autocast
+from trak_lite.core.validate import positive_int, real_at_least
+from trak_lite.core.version import __version__
 from trak_lite.data.batches import ColumnMarks, batch_size, flatten_batch, move_batch, take_rows
 from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (

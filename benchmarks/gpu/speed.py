@@ -20,7 +20,7 @@ from benchmarks.bench_gradients import ENGINES, TOLERANCE, largest_error
 from benchmarks.bench_projection import METHODS, Inputs, on_factors, on_matrix, on_vector
 from benchmarks.gpu.bench import Bench, Call, NotHere, milliseconds, ratio
 from trak_lite import Attributor
-from trak_lite._devices import full_float32, model_pass
+from trak_lite.core.devices import full_float32, model_pass
 from trak_lite.featurizing.rows import compute_features
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer, collect_gradients
 from trak_lite.linalg.kernel import KernelSettings, factorise, gram

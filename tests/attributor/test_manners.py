@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tqdm import tqdm
 
 from trak_lite import Attributor, Rows, verify
-from trak_lite._progress import KeptProgress, Stages
+from trak_lite.core.progress import KeptProgress, Stages
 from trak_lite.errors import StateError
 from trak_lite.retraining import retrain
 
@@ -105,13 +105,13 @@ def test_without_a_terminal_a_line_a_minute_says_how_far_all_checkpoints_are(
     logged, capsys, caplog, monkeypatch
 ):
     now = iter(range(0, 10**6, 25))  # each look at the clock is 25 s after the one before
-    monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr("trak_lite.core.progress.time", SimpleNamespace(monotonic=lambda: float(next(now))))
     if logged:
-        caplog.set_level("INFO", logger="trak_lite._progress")
+        caplog.set_level("INFO", logger="trak_lite.core.progress")
     states = [nn.Linear(4, 3).state_dict() for _ in range(3)]
     attributor(None).featurize(Rows(FEW, batch_size=8), states)
     lines = capsys.readouterr().err.splitlines()
-    said = [record.getMessage() for record in caplog.records if record.name == "trak_lite._progress"]
+    said = [record.getMessage() for record in caplog.records if record.name == "trak_lite.core.progress"]
     lines, nowhere = (said, lines) if logged else (lines, said)
     assert nowhere == []
     pattern = (
@@ -130,7 +130,7 @@ def test_lines_of_scoring_say_how_far_all_checkpoints_are(call, method, capsys, 
     states = [nn.Linear(4, 3).state_dict() for _ in range(3)]
     made = attributor(None)
     made.featurize(FEW, states)
-    monkeypatch.setattr("trak_lite._progress._LINE_EVERY", 0.0)
+    monkeypatch.setattr("trak_lite.core.progress._LINE_EVERY", 0.0)
     capsys.readouterr()
     if call in ("score", "find"):
         made.score(FEW, method=method, **({"checkpoints": states} if call == "score" else {}))
@@ -154,7 +154,7 @@ def test_lines_of_scoring_say_how_far_all_checkpoints_are(call, method, capsys, 
 
 def test_the_time_to_the_end_of_all_counts_rows_that_are_found_and_fits(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("trak_lite.core.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
     with Stages.of(2, 150) as stages:
         for place in stages.each(["a", "b"]):
             for total, done in ((100, 40), (50, 0)):
@@ -170,7 +170,7 @@ def test_the_time_to_the_end_of_all_counts_rows_that_are_found_and_fits(monkeypa
 def test_the_time_to_the_end_of_all_has_no_solver_after_the_last_one(monkeypatch):
     """Checkpoints of 10 targets, a solver of 60 s without a bar, and 10 rows; a target or row takes a second."""
     clock = [0.0]
-    monkeypatch.setattr("trak_lite._progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("trak_lite.core.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
     said = []
     with Stages.of(2, 20) as stages:
         for _ in stages.each(range(2)):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from trak_lite import Attributor, Rows, token_scores
-from trak_lite._devices import add_at_, float32_products, full_float32, in_float64, wide_dtype
+from trak_lite.core.devices import add_at_, float32_products, full_float32, in_float64, wide_dtype
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing import gradient_norms

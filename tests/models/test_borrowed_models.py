@@ -466,7 +466,7 @@ def doubled(module, inputs, output):
 
 @pytest.mark.parametrize("where", ["attribute", "dict", "list", "task"])
 def test_hooks_that_a_first_pass_adds_are_there_once_and_those_of_a_task_stay(where, monkeypatch):
-    monkeypatch.setattr("trak_lite._eval_caches._MOST_PASSES", 2)  # as in a long run
+    monkeypatch.setattr("trak_lite.core.eval_caches._MOST_PASSES", 2)  # as in a long run
 
     def reference():
         model = Hooking(where)

@@ -18,11 +18,11 @@ import numpy as np
 from safetensors.torch import save_file
 
 from trak_lite import unrolled
-from trak_lite._validate import writing
 from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
+from trak_lite.core.validate import writing
 from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, TextIO, final
 
-from trak_lite._validate import installing
-from trak_lite._version import __version__
 from trak_lite.cli.records import RunRecord, done_lines, inspection, last_record
+from trak_lite.core.validate import installing
+from trak_lite.core.version import __version__
 from trak_lite.errors import InvalidInputError, MissingStoreError, TrakLiteError, printable
 from trak_lite.store import RemotePlace, check_store, open_store
 from trak_lite.store.remote.place import resolve_place

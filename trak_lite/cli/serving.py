@@ -8,11 +8,11 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
-from trak_lite._validate import require_packages
 from trak_lite.attributor import Attributor
 from trak_lite.cli.commands import beside, methods_of, opener, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
+from trak_lite.core.validate import require_packages
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
 from trak_lite.methods import as_method

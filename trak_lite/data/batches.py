@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import to_device
+from trak_lite.core.devices import to_device
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,

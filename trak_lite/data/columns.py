@@ -13,7 +13,7 @@ from typing import Any, Final, Self, TypeAlias, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import known_names
+from trak_lite.core.validate import known_names
 from trak_lite.errors import InvalidInputError, UnknownNameError
 
 _MOST_SHOWN: Final = 10

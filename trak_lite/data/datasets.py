@@ -26,8 +26,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trak_lite._devices import undisturbed
-from trak_lite._validate import positive_int, some_of
+from trak_lite.core.devices import undisturbed
+from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
     ColumnMarks,

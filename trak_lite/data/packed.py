@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from trak_lite._validate import one_of
+from trak_lite.core.validate import one_of
 from trak_lite.data.datasets import Collate, _refuse_unindexed
 from trak_lite.errors import InvalidInputError
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import positive_int
+from trak_lite.core.validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import finite_array
 

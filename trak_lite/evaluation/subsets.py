@@ -13,7 +13,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 

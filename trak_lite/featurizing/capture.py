@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import undisturbed
+from trak_lite.core.devices import undisturbed
 from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import BORDERS, Documents

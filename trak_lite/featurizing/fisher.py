@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from trak_lite._devices import full_float32, wide_dtype
-from trak_lite._eval_caches import passes_undone
-from trak_lite._random import row_noise
+from trak_lite.core.devices import full_float32, wide_dtype
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.random import row_noise
 from trak_lite.data.batches import map_tensors
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import BusyError, MissingStoreError, ReadOnlyStoreError, StateError, StoreError

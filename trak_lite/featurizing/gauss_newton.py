@@ -23,10 +23,10 @@ from torch.func import vjp as torch_vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from trak_lite._devices import full_float32, precise
-from trak_lite._eval_caches import StateBeforePass, passes_undone
-from trak_lite._random import row_noise
-from trak_lite._validate import some_of
+from trak_lite.core.devices import full_float32, precise
+from trak_lite.core.eval_caches import StateBeforePass, passes_undone
+from trak_lite.core.random import row_noise
+from trak_lite.core.validate import some_of
 from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_, full_float32, precise
+from trak_lite.core.devices import add_at_, full_float32, precise
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 _CANCELLED = 1e-3

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_lite._devices import full_float32, precise, wide_dtype
+from trak_lite.core.devices import full_float32, precise, wide_dtype
 from trak_lite.data.datasets import RowNumbers, spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts

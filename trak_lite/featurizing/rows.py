@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import HostCopy, float32_products, one_behind, undisturbed
-from trak_lite._eval_caches import passes_undone
+from trak_lite.core.devices import HostCopy, float32_products, one_behind, undisturbed
+from trak_lite.core.eval_caches import passes_undone
 from trak_lite.data.batches import (
     batch_size,
     flatten_batch,

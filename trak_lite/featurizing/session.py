@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import one_behind, without_autocast
-from trak_lite._progress import Stages, announce
-from trak_lite._validate import positive_int, some_of
+from trak_lite.core.devices import one_behind, without_autocast
+from trak_lite.core.progress import Stages, announce
+from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import Collate, HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.packed import Documents

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
+from trak_lite.core.devices import wide_dtype
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 """A linear map ``(m, P) -> (m, P)``, row by row."""

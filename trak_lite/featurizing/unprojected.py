@@ -15,8 +15,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import precise
-from trak_lite._progress import progress_bar
+from trak_lite.core.devices import precise
+from trak_lite.core.progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
 from trak_lite.featurizing.kronecker.curvature import Accumulator

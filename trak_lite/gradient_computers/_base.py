@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import Float32Products, float32_products
-from trak_lite._eval_caches import StateBeforePass
-from trak_lite._validate import one_of, positive_int
+from trak_lite.core.devices import Float32Products, float32_products
+from trak_lite.core.eval_caches import StateBeforePass
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,

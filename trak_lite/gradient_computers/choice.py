@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from trak_lite._devices import Float32Products
+from trak_lite.core.devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers._base import AbstractGradientComputer, AbstractStreamingComputer, refusal

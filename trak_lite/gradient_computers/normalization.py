@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import in_float64
-from trak_lite._validate import one_of
+from trak_lite.core.devices import in_float64
+from trak_lite.core.validate import one_of
 from trak_lite.errors import InvalidInputError
 
 NormalizationKind: TypeAlias = Literal["none", "unit", "clip", "adam", "adam_update"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from trak_lite._validate import known_names, some_of
+from trak_lite.core.validate import known_names, some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models._adapters import adapter_parameters
 

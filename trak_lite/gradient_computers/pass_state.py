@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import rng_state
+from trak_lite.core.devices import rng_state
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._describe import functions_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trak_lite._devices import rng_state, seed_rng, set_rng_state, wide_dtype
-from trak_lite._eval_caches import attributes_kept, remembering
+from trak_lite.core.devices import rng_state, seed_rng, set_rng_state, wide_dtype
+from trak_lite.core.eval_caches import attributes_kept, remembering
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only

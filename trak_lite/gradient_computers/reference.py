@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
-from trak_lite._devices import Float32Products, wide_dtype
-from trak_lite._eval_caches import attributes_kept
+from trak_lite.core.devices import Float32Products, wide_dtype
+from trak_lite.core.eval_caches import attributes_kept
 from trak_lite.errors import (
     MODEL_FAILURES,
     TrakLiteError,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from trak_lite._devices import in_float64
+from trak_lite.core.devices import in_float64
 from trak_lite.data.batches import attributes_beside
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
 from trak_lite.gradient_computers.cuda_graphs import captured

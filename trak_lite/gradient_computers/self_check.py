@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import wide_dtype
+from trak_lite.core.devices import wide_dtype
 from trak_lite.data.batches import (
     attributes_beside,
     batch_size,

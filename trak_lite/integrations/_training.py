@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from trak_lite._devices import undisturbed
 from trak_lite.attributor import Attributor
+from trak_lite.core.devices import undisturbed
 from trak_lite.data.datasets import rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models.borrowing import model_device

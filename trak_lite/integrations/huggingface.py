@@ -27,8 +27,8 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
-from trak_lite._devices import undisturbed
 from trak_lite.attributor import Attributor
+from trak_lite.core.devices import undisturbed
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents

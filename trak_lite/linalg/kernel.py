@@ -22,8 +22,8 @@ from typing import Any, Final, Literal, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import eigh_of_positive, full_float32, to_device, wide_dtype
-from trak_lite._validate import known_names, one_of, real_at_least
+from trak_lite.core.devices import eigh_of_positive, full_float32, to_device, wide_dtype
+from trak_lite.core.validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.types import FeatureLayout, Segment
 

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import full_float32
+from trak_lite.core.devices import full_float32
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel, check_rows, check_widths
 from trak_lite.types import FeatureLayout

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
+from trak_lite.core.devices import wide_dtype
 from trak_lite.errors import StateError
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 
 _FEW: Final = 16

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._validate import one_of, real_at_least
+from trak_lite.core.validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import real_at_least
+from trak_lite.core.validate import real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.evaluation._arrays import standardised
 from trak_lite.methods.base import AbstractMethod, MadeScores, MatrixParts

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Final, TypeAlias
 
-from trak_lite._validate import known_names
+from trak_lite.core.validate import known_names
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods.base import AbstractMethod
 from trak_lite.methods.inverse import CG, EKFAC, LiSSA

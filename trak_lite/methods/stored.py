@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from trak_lite._validate import positive_int
+from trak_lite.core.validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.products import unit_segments
 from trak_lite.methods.base import (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trak_lite._devices import Float32Products, model_pass
-from trak_lite._eval_caches import drop_eval_caches, hooks_noted
+from trak_lite.core.devices import Float32Products, model_pass
+from trak_lite.core.eval_caches import drop_eval_caches, hooks_noted
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trak_lite._devices import precise as widened
+from trak_lite.core.devices import precise as widened
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 

@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trak_lite._devices import float64_device, in_float64
+from trak_lite.core.devices import float64_device, in_float64
 from trak_lite.data.batches import with_fields
 from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless
 from trak_lite.types import Batch, OutputTerms

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
-from trak_lite._eval_caches import passes_undone
-from trak_lite._validate import integer, one_of, positive_int, positive_real
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.validate import integer, one_of, positive_int, positive_real
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating

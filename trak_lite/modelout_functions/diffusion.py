@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from trak_lite._random import seeded_normals, seeded_uniforms
-from trak_lite._validate import one_of, positive_int
+from trak_lite.core.random import seeded_normals, seeded_uniforms
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
-from trak_lite._eval_caches import passes_undone
-from trak_lite._validate import one_of, positive_real, real_at_least
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.validate import one_of, positive_real, real_at_least
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput, ModelCall, evaluating

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from trak_lite._validate import known_names, one_of
+from trak_lite.core.validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task

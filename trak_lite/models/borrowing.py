@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trak_lite._devices import undisturbed, without_autocast
-from trak_lite._eval_caches import (
+from trak_lite.core.devices import undisturbed, without_autocast
+from trak_lite.core.eval_caches import (
     attributes_kept,
     buffers_kept,
     drop_eval_caches,

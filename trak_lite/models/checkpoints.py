@@ -27,8 +27,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from trak_lite._eval_caches import in_modes
-from trak_lite._validate import parse_json, some_of
+from trak_lite.core.eval_caches import in_modes
+from trak_lite.core.validate import parse_json, some_of
 from trak_lite.errors import CheckpointError, summary
 from trak_lite.models._adapters import (
     ADAPTER_FILES,

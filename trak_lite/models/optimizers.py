@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trak_lite._validate import some_of
+from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.models.checkpoints import HUGGING_FACE_FILES, Checkpoint, bare_name, read_content
 from trak_lite.types import ParameterShapes

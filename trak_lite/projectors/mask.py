@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._validate import integer, one_of, positive_int
+from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from trak_lite._validate import one_of
+from trak_lite.core.validate import one_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import AbstractProjector
 from trak_lite.projectors.dense.projectors import FastJLProjector, GaussianProjector, RademacherProjector

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._validate import require_packages
+from trak_lite.core.validate import require_packages
 from trak_lite.data.columns import Column
 from trak_lite.errors import (
     InvalidInputError,

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import require_packages
+from trak_lite.core.validate import require_packages
 from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError, SingularKernelError, StateError
 from trak_lite.evaluation import spearman

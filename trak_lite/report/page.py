@@ -13,8 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from trak_lite._validate import known_names, require_packages, writing
-from trak_lite._version import __version__
+from trak_lite.core.validate import known_names, require_packages, writing
+from trak_lite.core.version import __version__
 from trak_lite.data.columns import Where
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopRows

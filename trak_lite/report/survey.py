@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trak_lite._validate import positive_int, target_number
+from trak_lite.core.validate import positive_int, target_number
 from trak_lite.data.columns import Where, wanted_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg.topk import TopK, TopRows

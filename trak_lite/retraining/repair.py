@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import target_number
+from trak_lite.core.validate import target_number
 from trak_lite.errors import InvalidInputError, printable
 from trak_lite.retraining.subsets import TrainFunction
 from trak_lite.retraining.verify import Retrain, measured

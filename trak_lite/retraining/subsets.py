@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from trak_lite._validate import positive_int
+from trak_lite.core.validate import positive_int
 from trak_lite.errors import (
     BusyError,
     InvalidInputError,

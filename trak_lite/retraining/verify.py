@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from trak_lite._eval_caches import own_modes
+from trak_lite.core.eval_caches import own_modes
 from trak_lite.data.datasets import Rows, every_nth, rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores

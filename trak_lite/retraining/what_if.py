@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._devices import undisturbed
-from trak_lite._validate import positive_int, some_of
+from trak_lite.core.devices import undisturbed
+from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import flatten_batch, rows_in_batches
 from trak_lite.data.columns import Column, require_columns
 from trak_lite.data.datasets import Rows, every_nth

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from trak_lite._validate import parse_json
+from trak_lite.core.validate import parse_json
 from trak_lite.data.columns import MOST_TEXT_BYTES, Column, short_texts, size_of_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.run.tables import COLUMNS, column_path, num_train_rows

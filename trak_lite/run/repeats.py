@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite._eval_caches import passes_undone
+from trak_lite.core.eval_caches import passes_undone
 from trak_lite.data.datasets import Rows
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._describe import (

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import Float32Products
-from trak_lite._validate import one_of, positive_int
-from trak_lite._version import __version__
+from trak_lite.core.devices import Float32Products
+from trak_lite.core.validate import one_of, positive_int
+from trak_lite.core.version import __version__
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import to_device
-from trak_lite._validate import some_of
+from trak_lite.core.devices import to_device
+from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
 from trak_lite.methods import METHODS, AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec

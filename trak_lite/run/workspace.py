@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
-from trak_lite._validate import some_of
+from trak_lite.core.validate import some_of
 from trak_lite.errors import (
     BusyError,
     HeldHereError,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int, real_at_least, target_number
+from trak_lite.core.validate import one_of, positive_int, real_at_least, target_number
 from trak_lite.data.columns import Column, Where, wanted_rows, weights_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, not_finite

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import require_packages
+from trak_lite.core.validate import require_packages
 from trak_lite.errors import InvalidInputError
 
 if TYPE_CHECKING:

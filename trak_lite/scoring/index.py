@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead, eigh_of_positive, full_float32
+from trak_lite.core.devices import copied_ahead, eigh_of_positive, full_float32
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.errors import BusyError
 from trak_lite.linalg.topk import TopRows

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead
+from trak_lite.core.devices import copied_ahead
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, merged_top
 from trak_lite.parallel.ranks import Ranks

@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import wide_dtype
-from trak_lite._progress import duration
+from trak_lite.core.devices import wide_dtype
+from trak_lite.core.progress import duration
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec

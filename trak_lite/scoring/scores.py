@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int, require_packages, target_number
+from trak_lite.core.validate import one_of, positive_int, require_packages, target_number
 from trak_lite.data.columns import Column, Where, require_columns
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead, wide_dtype
-from trak_lite._validate import some_of
+from trak_lite.core.devices import copied_ahead, wide_dtype
+from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
 from trak_lite.linalg.products import self_scores

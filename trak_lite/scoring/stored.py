@@ -11,8 +11,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._devices import float64_device
-from trak_lite._validate import some_of
+from trak_lite.core.devices import float64_device
+from trak_lite.core.validate import some_of
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead, wide_dtype
+from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.linalg.products import score_block
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.parallel.sharing import SharedRows

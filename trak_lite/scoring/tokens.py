@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trak_lite._devices import full_float32, in_float64, precise
-from trak_lite._eval_caches import passes_undone
-from trak_lite._validate import some_of, target_number
+from trak_lite.core.devices import full_float32, in_float64, precise
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.validate import some_of, target_number
 from trak_lite.data.batches import join_batches, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead
+from trak_lite.core.devices import copied_ahead
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError

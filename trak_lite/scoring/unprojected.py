@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import copied_ahead, precise
-from trak_lite._progress import Stages
-from trak_lite._validate import positive_int
+from trak_lite.core.devices import copied_ahead, precise
+from trak_lite.core.progress import Stages
+from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError

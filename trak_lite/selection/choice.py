@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite._validate import one_of, positive_int, real_at_least, some_of
+from trak_lite.core.validate import one_of, positive_int, real_at_least, some_of
 from trak_lite.data.columns import Column, Where, column_of, wanted_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.scores import Scores

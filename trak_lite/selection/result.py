@@ -11,7 +11,7 @@ from typing import Any, Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import parse_json
+from trak_lite.core.validate import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
 from trak_lite.report.page import notebook_table
 from trak_lite.scoring.frames import DataFrame, frame, write_parquet

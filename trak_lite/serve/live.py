@@ -12,8 +12,8 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from trak_lite._eval_caches import attributes_kept, hooks_noted
 from trak_lite.attributor import Attributor
+from trak_lite.core.eval_caches import attributes_kept, hooks_noted
 from trak_lite.data.batches import move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import (

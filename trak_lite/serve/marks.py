@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from trak_lite._validate import one_of, parse_json
+from trak_lite.core.validate import one_of, parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store.disk import files
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content

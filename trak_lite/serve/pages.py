@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import one_of, some_of
+from trak_lite.core.validate import one_of, some_of
 from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Content, Renders, cut, rendered

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import known_names, one_of, target_number
+from trak_lite.core.validate import known_names, one_of, target_number
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel

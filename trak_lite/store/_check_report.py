@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import some_of
+from trak_lite.core.validate import some_of
 from trak_lite.errors import printable
 
 _MOST_SHOWN = 100

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trak_lite._validate import check_depth, one_of, positive_int
+from trak_lite.core.validate import check_depth, one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._columns import DTYPES, Column, TableSpec, dtype_fingerprint
 from trak_lite.store._names import check_name

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trak_lite._validate import parse_json
+from trak_lite.core.validate import parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 FORMAT = 3

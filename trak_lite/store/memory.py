@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import one_of
+from trak_lite.core.validate import one_of
 from trak_lite.errors import HeldHereError, StateError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows, TableSpec

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trak_lite._devices import wide_dtype
-from trak_lite._progress import KeptProgress
+from trak_lite.core.devices import wide_dtype
+from trak_lite.core.progress import KeptProgress
 from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trak_lite._random import STEP, mixed, mixed_int, shifted
+from trak_lite.core.random import STEP, mixed, mixed_int, shifted
 from trak_lite.errors import UnsupportedModelError
 
 _WHOLE = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from trak_lite._validate import real_at_least
+from trak_lite.core.validate import real_at_least
 from trak_lite.errors import InvalidInputError
 
 Named: TypeAlias = dict[str, Tensor]

@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trak_lite._devices import forked_rng, full_float32, switched_off
-from trak_lite._validate import positive_int, real_at_least
+from trak_lite.core.devices import forked_rng, full_float32, switched_off
+from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of, spread_rows
 from trak_lite.errors import (

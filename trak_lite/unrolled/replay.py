@@ -14,8 +14,8 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._progress import KeptProgress
-from trak_lite._validate import positive_int
+from trak_lite.core.progress import KeptProgress
+from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import (

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from trak_lite._progress import KeptProgress
-from trak_lite._validate import one_of, parse_json, positive_int
+from trak_lite.core.progress import KeptProgress
+from trak_lite.core.validate import one_of, parse_json, positive_int
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,

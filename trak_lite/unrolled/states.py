@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trak_lite._devices import to_device
-from trak_lite._validate import parse_json
+from trak_lite.core.devices import to_device
+from trak_lite.core.validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content

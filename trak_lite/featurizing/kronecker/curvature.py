@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite._devices import eigh_of_positive, full_float32, precise, wide_dtype
+from trak_lite.core.devices import eigh_of_positive, full_float32, precise, wide_dtype
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.featurizing.kronecker.units import GradientJoiner, Unit, UnitGradient, sample_slices
 from trak_lite.projectors import AbstractProjector

@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite._devices import full_float32, wide_dtype
-from trak_lite._eval_caches import passes_undone
-from trak_lite._progress import progress_bar
-from trak_lite._random import row_noise
-from trak_lite._validate import some_of
+from trak_lite.core.devices import full_float32, wide_dtype
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.progress import progress_bar
+from trak_lite.core.random import row_noise
+from trak_lite.core.validate import some_of
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.featurizing.fisher import require_writable

@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import add_at_, precise, wide_dtype
+from trak_lite.core.devices import add_at_, precise, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.gradient_norms import sums_by_row
 from trak_lite.modelout_functions.language_modeling import IGNORED

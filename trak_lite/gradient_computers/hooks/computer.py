@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from trak_lite._devices import Float32Products
+from trak_lite.core.devices import Float32Products
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,

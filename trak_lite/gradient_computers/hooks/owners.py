@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_lite._devices import float64_device
+from trak_lite.core.devices import float64_device
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_
+from trak_lite.core.devices import add_at_
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, dense_of, flattened, rebuilt
 from trak_lite.gradient_computers.hooks.owners import Arrangement, SampleCode, sketch

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import one_of, positive_int
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import ProjectionType
 from trak_lite.projectors._kernels import usable_kernels

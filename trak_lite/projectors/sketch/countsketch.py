@@ -22,7 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import integer, one_of, positive_int
+from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,

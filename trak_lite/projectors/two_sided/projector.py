@@ -19,7 +19,7 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from trak_lite._validate import integer, one_of, positive_int
+from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,

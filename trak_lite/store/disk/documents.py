@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trak_lite._validate import parse_json, some_of
+from trak_lite.core.validate import parse_json, some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._columns import StoredArray, TableSpec, dtype_fingerprint
 from trak_lite.store._grid import spec_from_json, spec_to_json

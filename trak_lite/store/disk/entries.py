@@ -25,7 +25,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from trak_lite._validate import parse_json
+from trak_lite.core.validate import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import final
 
-from trak_lite._validate import parse_json
+from trak_lite.core.validate import parse_json
 from trak_lite.errors import CorruptStoreError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._failpoints import failpoint

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from trak_lite._validate import some_of
+from trak_lite.core.validate import some_of
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,

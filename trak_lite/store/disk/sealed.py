@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite._validate import parse_json
+from trak_lite.core.validate import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._checksums import crc32c

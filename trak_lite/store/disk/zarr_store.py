@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, final
 
 import numpy as np
 
-from trak_lite._validate import one_of
+from trak_lite.core.validate import one_of
 from trak_lite.errors import (
     BusyError,
     CorruptStoreError,

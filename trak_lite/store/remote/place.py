@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, final
 
-from trak_lite._validate import installing
+from trak_lite.core.validate import installing
 from trak_lite.errors import InvalidInputError, UnsupportedStoreError
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.objects import AbstractObjects

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
-from trak_lite._validate import one_of
+from trak_lite.core.validate import one_of
 from trak_lite.errors import CorruptStoreError, UnsupportedStoreError
 from trak_lite.store._check_report import Report
 from trak_lite.store._columns import TableSpec

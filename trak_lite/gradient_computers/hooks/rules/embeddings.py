@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trak_lite._devices import add_at_, wide_dtype
+from trak_lite.core.devices import add_at_, wide_dtype
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.calls import OperationCall, Parts
 from trak_lite.gradient_computers.hooks.owners import Arrangement

@@ -1,0 +1,1 @@
+"""What every room uses: devices, random numbers, validation, progress, caches of models, the version."""
