@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trak_lite.data.columns import Column, column_of, columns_of, wanted_rows, weights_of
@@ -18,6 +18,7 @@ YEARS = [2021, 2022, 2022, 2021, 2022]
 COLUMNS = columns_of({"source": SOURCES, "year": torch.tensor(YEARS)}, 5, "columns")
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.sampled_from("a\0b"), max_size=3), min_size=1))
 @pytest.mark.parametrize("kind", [str, str.encode])
 def test_labels_that_differ_in_nuls_stay_apart(kind, texts):

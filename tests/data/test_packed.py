@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import Counting
 from torch import nn
@@ -51,6 +51,7 @@ def listed(sample):
     return {name: torch.as_tensor(values).tolist() for name, values in sample.items()}
 
 
+@settings(deadline=None)
 @given(
     rows=st.lists(
         st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4), min_size=1, max_size=3

@@ -16,12 +16,15 @@ from trak_lite import evaluation
 from trak_lite.errors import InvalidInputError, NonFiniteError
 
 stats = Late("scipy.stats")
-UNTIMED = settings(deadline=None)  # the first example imports a package
+UNTIMED = settings(
+    deadline=None
+)  # the first example imports a package, and other work may take the processor
 TIED_SCORES = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=30)
 TIED_PAIRS = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=30)
 
 
 @pytest.mark.quick
+@UNTIMED
 @given(rows=TIED_SCORES)
 def test_auc_is_the_share_of_pairs_in_order_and_ties_count_half(rows):
     scores, labels = zip(*rows, strict=True)
@@ -35,6 +38,7 @@ def share_in_order(scores, labels):
     return np.mean([(a > b) + (a == b) / 2 for a, b in itertools.product(right, wrong)])
 
 
+@UNTIMED
 @given(rows=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=5), data=st.data())
 def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
     k = data.draw(st.integers(1, len(rows)))
@@ -178,6 +182,7 @@ def test_leave_one_out_correlation_is_the_score_of_leave_one_out_masks():
 
 
 # Subsets and removal
+@UNTIMED
 @given(strata=st.lists(st.sampled_from("abc"), min_size=4, max_size=40), alpha=st.floats(0.2, 0.8))
 def test_every_subset_keeps_alpha_of_the_rows_and_of_each_stratum_up_to_one(strata, alpha):
     for groups in (None, strata):

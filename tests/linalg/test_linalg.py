@@ -58,7 +58,7 @@ def solve(rows, targets, num_rows=NUM_ROWS, weights=None, **values):
 
 # ---- gram
 @given(cuts=st.lists(st.integers(0, NUM_ROWS), max_size=8))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_gram_is_the_sum_of_weighted_outer_products_with_the_same_bits_in_any_blocks(cuts):
     rows, weights = random_rows(), random_weights()
     bounds = [0, *sorted(cuts), NUM_ROWS]
@@ -367,7 +367,7 @@ def assert_best(scores, tiles, k, sign):
 
 
 @given(stream=score_streams(), k=st.integers(1, 50), sign=st.sampled_from(["helpful", "harmful"]))
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_top_k_equals_a_stable_sort_of_the_dense_matrix(stream, k, sign):
     assert_best(*stream, k, sign)
 

@@ -15,7 +15,7 @@ import pytest
 import rank_cases as cases
 import torch
 from forked import answers_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_cases import IMAGES, LM, N, contents, internals
 
@@ -382,6 +382,7 @@ def test_every_rank_takes_its_own_gpu_unless_the_script_has_chosen(
 # ------------------------------------------------------------------------ arithmetic
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
 def test_shares_cover_every_chunk_of_every_part_once(num_ranks: int, num_parts: int, num_chunks: int) -> None:
     num_parts = min(num_parts, num_ranks)
@@ -391,6 +392,7 @@ def test_shares_cover_every_chunk_of_every_part_once(num_ranks: int, num_parts: 
     assert covered == [(part, chunk) for part in range(num_parts) for chunk in range(num_chunks)]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 5), st.sampled_from(["helpful", "harmful"]))
 def test_the_best_of_parts_are_the_best_of_all(seed: int, cut: int, k: int, sign: Any) -> None:
     scores = torch.randint(-2, 3, (13, 2), generator=torch.Generator().manual_seed(seed)).float()

@@ -180,6 +180,30 @@ def test_a_clearly_faster_batch_size_is_proposed(clock, power, monkeypatch):
     assert plan.memory["featurizing"] is None or "Faster" not in "".join(plan.advice)  # no size fits
 
 
+def test_memory_that_waits_to_be_freed_is_not_taken_from_that_of_the_run(tmp_path):
+    """An old model or a traceback in a cycle: the trials free it, and would seem to need less."""
+    made, held = attributor(tmp_path / "run.zarr"), [bytearray(b"1") * (64 << 20)]
+    if made.plan(TRAIN).memory["featurizing"] is None:
+        pytest.skip("the system does not tell the peak of the memory")
+    held.append(held)
+    del held
+    assert made.plan(TRAIN).memory["featurizing"] > 0
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_batch_size_that_does_not_fit_ends_the_search_for_a_faster_one(tmp_path, error):
+    class Bounded(TensorDataset):
+        def __getitems__(self, rows):
+            if len(rows) > 100:
+                raise error
+            return [self[row] for row in rows]
+
+    data = Bounded(*(tensor.repeat(20, *[1] * (tensor.dim() - 1)) for tensor in TRAIN.tensors))
+    plan = attributor(tmp_path / "run.zarr").plan(Rows(data, batch_size=32))
+    assert plan.batch_size == 32
+    assert plan.seconds["rows"].mean > 0
+
+
 def test_the_memory_of_all_batch_sizes_is_counted_from_before_the_first_trial(clock, tmp_path, monkeypatch):
     """The first sample takes 1000 bytes of 1700, a batch of n rows n, and the process keeps the most that it had."""
     most = 0

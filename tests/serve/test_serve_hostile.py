@@ -68,7 +68,7 @@ WRONG = {
     "/?": {"target": [*NO_NUMBERS, "6"], **NO_ROWS, "text": ["x" * 9000, " "]},
     "/?target=0&": {"k": [*NO_NUMBERS, "0", "51"], "where-\0": ["x"], "where-": ["x"], "where-no": ["1"]},
     "/review?": {"done": [*NO_NUMBERS, "40"], **NO_ROWS, "show": NO_NAMES, "where-no": ["1"]},
-    "/effects?": {**NO_ROWS, "show": [*NO_NAMES, "all"], "where-no": ["1"], "done": ["1"]},
+    "/effects?": {**NO_ROWS, "show": NO_NAMES, "where-no": ["1"], "done": ["1"]},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dis
 import functools
@@ -17,7 +18,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from typing import Any, Final, final
 
 import numpy as np
@@ -39,6 +39,8 @@ An object is two levels: what it refers to may be all of a training.
 """
 _MOST_HELD: Final = 1 << 9
 """Entries of a dict or a list that are compared before every replay, by identity; of larger ones, their number."""
+_MOST_ENTRIES: Final = 1 << 12
+"""Of all containers and objects in the attributes of a model that is replayed."""
 _MOST_ARRAY_BYTES: Final = 1 << 18
 """Of all arrays in the attributes of a model that is replayed: a checksum is computed before every replay."""
 _NUMBERS = bool, int, float, complex
@@ -46,8 +48,8 @@ _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.Built
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _UNSEEN_READS: Final = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see."""
-_METHODS: Final = weakref.WeakKeyDictionary[type, tuple[str, ...]]()
-"""Names of the methods of a class of modules."""
+_METHODS: Final = weakref.WeakKeyDictionary[type, tuple[int, tuple[str, ...]]]()
+"""Names of the methods of a class of modules, and how many attributes it had then."""
 _ABSENT: Final = ...
 _COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
@@ -62,7 +64,8 @@ def identities(
 ) -> tuple[int, ...] | None:
     """Return the identity of all that a pass reads.
 
-    ``None`` if the model has a tensor without memory of its own, or arrays that are too large to be compared often.
+    ``None`` if the model has a tensor without memory of its own, or holds more than can be compared before every
+    replay.
     A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
     the result is meaningful as long as this is alive.
     """
@@ -80,6 +83,7 @@ def identities(
             alive.append(value)
             if type(value) not in _ATOM_TYPES and name not in _OF_EVERY_MODULE:
                 contents.add(value, _LEVELS)
+        places.append(hash((*vars(module),)))
         places += map(len, _hooks_of(module))
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
             if tensor is None:
@@ -88,33 +92,7 @@ def identities(
                 return None
             alive.append(tensor)
             places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
-    return None if contents.num_bytes > _MOST_ARRAY_BYTES else (*map(id, alive), *places)
-
-
-@final
-class Attributes:
-    """The attributes of a model's modules and of a task at one time."""
-
-    def __init__(self, model: nn.Module, task: AbstractModelOutput) -> None:
-        owners = [vars(owner) for owner in (*model.modules(), task) if hasattr(owner, "__dict__")]
-        self._held = [(own, dict(own)) for own in owners]
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Give the modules and the task these attributes inside the block."""
-        now = [(own, dict(own)) for own, _ in self._held]
-        try:
-            _put(self._held)
-            yield
-        finally:
-            _put(now)
-
-
-def _put(held: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for own, values in held:
-        if own.keys() != values.keys() or any(own[name] is not value for name, value in values.items()):
-            own.clear()
-            own.update(values)
+    return None if contents.is_too_much else (*map(id, alive), *places)
 
 
 def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
@@ -122,39 +100,43 @@ def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
     return module._forward_hooks, module._forward_pre_hooks, *backward
 
 
+@final
 class _Contents:
     """What attributes hold, a few levels deep, and methods: they may be changed in place."""
 
     def __init__(self, alive: list[Any], places: list[int]) -> None:
         self._alive, self._places = alive, places
         self._seen: set[int] = set()
-        self.num_bytes = 0
-        """Of arrays."""
+        self._num_bytes, self._num_entries = 0, 0
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether something was left out that may change."""
+        return self._num_bytes > _MOST_ARRAY_BYTES or self._num_entries > _MOST_ENTRIES
 
     def add_methods(self, found: type) -> None:
         """Add the methods of a class and its bases that are not torch's."""
         for base in found.__mro__:
-            names = _METHODS.get(base)
-            if names is None:
+            count, names = _METHODS.get(base, (-1, ()))
+            if count != len(vars(base)):
                 is_own = _package_of(base.__module__) not in ("torch", "builtins")
-                methods = types.FunctionType, property, staticmethod, classmethod
-                names = tuple(n for n, value in vars(base).items() if is_own and isinstance(value, methods))
-                _METHODS[base] = names
-            if names:
-                self._alive.extend(map(vars(base).get, names))
-                self._places.append(len(vars(base)))
+                held = list(vars(base).items()) if is_own else []
+                names = tuple(n for n, value in held if callable(value) or hasattr(type(value), "__get__"))
+                _METHODS[base] = len(vars(base)), names
+            self._alive.extend(map(vars(base).get, names))
+            self._places.append(len(vars(base)))
 
     def add(self, value: Any, levels: int) -> None:
         """Add what a configuration, a dict, a list or an array holds."""
         if id(value) in self._seen or isinstance(value, Tensor | nn.Module | types.FunctionType | type):
             return
         self._seen.add(id(value))
-        contents: Any
+        # Copies: another thread may change what is walked through.
         if isinstance(value, dict | types.MappingProxyType):
-            contents = value.values()
+            contents = [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            contents = value
-        elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+            contents = list(value)
+        elif isinstance(value, np.ndarray) and value.dtype == object:
             contents = value.ravel().tolist()
         elif isinstance(value, np.ndarray | array | bytearray):
             self._add_array(value)
@@ -162,11 +144,16 @@ class _Contents:
         elif _package_of(type(value).__module__) == "torch":
             return
         else:
-            contents = [getattr(value, name, None) for name in _slots_of(type(value))]  # type: ignore[arg-type]
-            contents += vars(value).values() if hasattr(value, "__dict__") else ()
+            contents = _slots_of(value)
+            if hasattr(value, "__dict__"):
+                self._places.append(hash((*vars(value),)))
+                contents += vars(value).values()
             levels -= 1
         self._places.append(len(contents))
-        if len(contents) > _MOST_HELD:
+        if len(contents) > _MOST_HELD * (1 + isinstance(value, dict)):
+            return
+        self._num_entries += len(contents)
+        if self._num_entries > _MOST_ENTRIES:
             return
         self._alive.extend(contents)
         if levels > 0 and not _ATOM_TYPES.issuperset(map(type, contents)):
@@ -176,18 +163,30 @@ class _Contents:
 
     def _add_array(self, value: np.ndarray[Any, Any] | array[Any] | bytearray) -> None:
         size = value.nbytes if isinstance(value, np.ndarray) else memoryview(value).nbytes
-        self.num_bytes += size
-        if self.num_bytes <= _MOST_ARRAY_BYTES:
+        has_objects = (
+            isinstance(value, np.ndarray) and value.dtype.hasobject
+        )  # in fields, which have no checksum
+        self._num_bytes += _MOST_ARRAY_BYTES + 1 if has_objects else size
+        if self._num_bytes <= _MOST_ARRAY_BYTES:
             own = value.tobytes() if isinstance(value, np.ndarray) else value
             layout = (value.shape, value.strides, value.dtype) if isinstance(value, np.ndarray) else ()
             self._places += (size, zlib.crc32(own), hash(layout))
 
 
+def _slots_of(value: Any) -> list[Any]:
+    """Return what an object holds in ``__slots__``, without running code of its class."""
+    found = []
+    for member in _members_of(type(value)):  # type: ignore[arg-type]
+        with contextlib.suppress(AttributeError):  # not set
+            found.append(member.__get__(value))
+    return found
+
+
 @functools.lru_cache(maxsize=1 << 10)
-def _slots_of(found: type) -> tuple[str, ...]:
-    slots = (vars(base).get("__slots__", ()) for base in found.__mro__)
-    names = itertools.chain.from_iterable((one,) if isinstance(one, str) else one for one in slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def _members_of(found: type) -> tuple[types.MemberDescriptorType, ...]:
+    own = (vars(base) for base in found.__mro__ if "__slots__" in vars(base))
+    members = itertools.chain.from_iterable(held.values() for held in own)
+    return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
 def _package_of(module: object) -> str:

@@ -25,7 +25,7 @@ from trak_lite.core.devices import in_float64
 from trak_lite.data.batches import attributes_beside
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
 from trak_lite.gradient_computers.cuda_graphs import captured
-from trak_lite.gradient_computers.pass_state import Attributes, Outside, identities, python_state
+from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
 from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.gradient_computers.self_check import (
@@ -51,6 +51,8 @@ _MOST_ENTRIES: Final = 1 << 14
 _MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
 """Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""
 _MOST_GRAPHS: Final = 8
+_MOST_CHANGES: Final = 8
+"""Batches in turn before each of which the model has changed, until the log tells."""
 _MOST_OTHER_PATHS: Final = 4
 _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
@@ -143,6 +145,11 @@ class _Kind:
         self.uncompared = None
         self.rows.clear()
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory of the tensors of ``uncompared``."""
+        return sum(leaf.nbytes for leaf in self.uncompared.leaves) if self.uncompared is not None else 0
+
     def has_other_constants(self) -> bool:
         return any(version_of(tensor) != version for tensor, version in self.constants)
 
@@ -161,12 +168,11 @@ class Replays:
         """What the state names by ``id``, as long as there are recordings."""
         self._outside: Outside | None = None
         """What the code of the model and the task reads elsewhere; known from the first recording on."""
-        self._num_batches = 0
+        self._num_batches, self._num_changes = 0, 0
+        self._told: set[str] = set()
         self._pool: Any = None
         """Memory of the CUDA graphs, one of which runs at a time."""
         self._can_capture = True
-        self._attributes: Attributes | None = None
-        """Those of the model and the task in this state; known from the first recording on."""
         self._keeping: Recording | None = None
         """The recording of the last replay."""
 
@@ -195,14 +201,23 @@ class Replays:
         leaves, flags = _leaves_of(batch)
         alive: list[Any] = []
         state = None
-        if leaves is not None and not _is_watched(leaves[0].device) and type(projector).__weakrefoffset__:
-            state = identities(computer.model, computer.modelout_fn, (computer, projector), alive)
+        if leaves is None:
+            self._tell(computer, "batches hold more than plain tensors, numbers and texts")
+        elif _is_watched(leaves[0].device):
+            self._tell(computer, "a mode of torch, autocast or hooks of all modules are on")
+        elif type(projector).__weakrefoffset__:
+            state = self._present(computer, projector, alive)
+            if state is None:
+                self._tell(computer, "it holds tensors without memory of their own, or too much to compare")
         if leaves is None or state is None:
             self._keep_for(None)
             return work()
-        if state != self._state or self._projector() is not projector:
+        is_same = state == self._state and self._projector() is projector
+        self._num_changes = 0 if is_same else self._num_changes + 1
+        if not is_same:
             # The model, the task or the projector is another one.
-            self.confirm(complete=True)
+            if self._num_changes == _MOST_CHANGES:
+                self._tell(computer, "attributes or tensors of it or of the task are others in every batch")
             self._forget()
             self._state, self._projector = state, weakref.ref(projector, self._forget)
         outside = self._outside.values() if self._outside is not None else ()
@@ -222,7 +237,6 @@ class Replays:
             return _timed(kind, work)
         if kind.recording is None:
             self._alive = alive
-            self._attributes = self._attributes or Attributes(computer.model, computer.modelout_fn)
             kind.structure, kind.gap = computer.structure(batch)
             return self._recorded(kind, own, is_scratch)
         computer.checks.refuse_failed(kind.structure)
@@ -241,27 +255,43 @@ class Replays:
             kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
-        kind.uncompared = own
+        is_first, kind.uncompared = kind.uncompared is None, own
+        if is_first:
+            waiting = [known for known in self._kinds.values() if known.uncompared is not None]
+            while len(waiting) > 1 and sum(known.waiting_bytes for known in waiting) > _MOST_BYTES:
+                self._settle(waiting.pop(0))
         return found
+
+    @staticmethod
+    def _present(computer: ReplayedComputer, projector: object, alive: list[Any]) -> tuple[int, ...] | None:
+        """Return what a pass reads now; ``None`` if that cannot be told, as where attributes raise errors."""
+        try:
+            return identities(computer.model, computer.modelout_fn, (computer, projector), alive)
+        except Exception as error:
+            refuse_signal(error)
+            return None
+
+    def _tell(self, computer: ReplayedComputer, reason: str) -> None:
+        """Log why passes are not replayed, once for each reason."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("Passes of %s are not replayed: %s.", type(computer.model).__name__, reason)
 
     def confirm(self, complete: bool) -> None:
         """Compare the last replayed batch of every kind with its pass, if none was since.
 
-        Equal bits show that nothing had changed until then. The attributes of the model and the task are put back to
-        those of these batches. Where something else has changed that is compared before replays, a pass would show
-        nothing. If not ``complete``, only forget the batches, which hold the projector.
+        Equal bits show that nothing had changed until then. Where something has changed since that is compared before
+        replays, a pass would show nothing. If not ``complete``, only forget the batches, which hold the projector.
 
         Raises:
             SelfCheckError: As in :meth:`run`.
         """
         waiting = [kind for kind in self._kinds.values() if kind.uncompared is not None]
-        if waiting and complete and self._attributes is not None:
-            computer, alive = cast("_Pass", waiting[-1].uncompared).computer, list[Any]()
-            with self._attributes.put_back():
-                held = computer, self._projector()
-                if identities(computer.model, computer.modelout_fn, held, alive) == self._state:
-                    for kind in waiting:
-                        self._settle(kind)
+        if waiting and complete:
+            computer = cast("_Pass", waiting[-1].uncompared).computer
+            if self._present(computer, self._projector(), []) == self._state:
+                for kind in waiting:
+                    self._settle(kind)
         for kind in waiting:
             kind.forget_replays()
             if kind.refusal is not None:
@@ -269,9 +299,11 @@ class Replays:
         self._keep_for(None)
 
     def _settle(self, kind: _Kind) -> None:
-        """Compare the last replayed batch of a kind, if that was not done and all but the attributes is as it was."""
+        """Compare the last replayed batch of a kind, if that was not done and a pass would be the same."""
         own, kind.uncompared = kind.uncompared, None
-        if own is None or kind.has_other_constants() or _surroundings(own.leaves[0]) != kind.surroundings:
+        if own is None or kind.has_other_constants() or _is_watched(own.leaves[0].device):
+            return
+        if _surroundings(own.leaves[0]) != kind.surroundings:
             return
         if self._outside is None or self._outside.values() == kind.outside:
             self._keep_for(None)
@@ -334,14 +366,15 @@ class Replays:
         self._kinds.clear()
         self._alive.clear()
         self._state, self._num_batches, self._keeping = (), 0, None
-        self._outside = self._attributes = None
+        self._outside = None
 
     def _kind(self, key: tuple[Any, ...]) -> _Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
         kind = self._kinds.pop(key, None) or _Kind(surroundings=key[2], outside=key[-1])
         self._kinds[key] = kind
         if len(self._kinds) > _MOST_KINDS:
-            self._settle(self._kinds.popitem(last=False)[1])
+            self._settle(next(iter(self._kinds.values())))
+            self._kinds.popitem(last=False)
         return kind
 
     def _recorded(self, kind: _Kind, own: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
@@ -456,10 +489,9 @@ class Replays:
             kind.is_unsteady = not all(map(_same_bits, found, own.apart()))
         return kind.is_unsteady
 
-    @staticmethod
-    def _refuse(kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
+    def _refuse(self, kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
         kind.refusal, kind.recording, kind.graph = reason, None, None
-        logger.info("Passes of %s are not replayed: %s.", type(computer.model).__name__, reason)
+        self._tell(computer, reason)
 
 
 def _timed(kind: _Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:

@@ -182,7 +182,10 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     for size in _TRIED:
         if size != whole and size <= chunk_rows and size * (_WARM + _FEWEST) <= num_rows:
             most = max(0.5, _LARGEST_SHARE * seconds["rows"].mean)
-            other = _tried(run, chosen, rows, checkpoint, size, growing, longest=0.5, most=most)
+            try:
+                other = _tried(run, chosen, rows, checkpoint, size, growing, longest=0.5, most=most)
+            except (torch.OutOfMemoryError, MemoryError):
+                break  # larger ones do not fit either
             per_batch[size] = other
             if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
                 break  # larger ones will not be faster
@@ -293,6 +296,7 @@ class _Memory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        _give_back_memory()  # or trials would seem to need less by what is given back when they begin
         self.free = _free_memory(device)
         self._device, self._is_known = device, True
         is_gpu = device.type == "cuda"
@@ -300,9 +304,7 @@ class _Memory:
 
     def begin(self) -> None:
         """Begin a trial: the peak starts again from what is in use, without what the trial before has freed."""
-        gc.collect()
-        with suppress(AttributeError, OSError, TypeError):  # only glibc keeps freed memory, and gives it back
-            ctypes.CDLL(None).malloc_trim(0)
+        _give_back_memory()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -320,6 +322,13 @@ class _Memory:
         if peak is None or self._before is None or not self._is_known:
             return None
         return max(0, peak - self._before)
+
+
+def _give_back_memory() -> None:
+    """Free what only cycles hold, and let the allocator give freed memory back to the system."""
+    gc.collect()
+    with suppress(AttributeError, OSError, TypeError):  # only glibc keeps freed memory, and gives it back
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _proc_bytes(file: str, field: str) -> int | None:

@@ -177,16 +177,17 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
     Raises :class:`StateError` if there are no such scores.
     """
     found, targets = tables.score_paths(store, name), tables.target_paths(store, name) if features else []
-    if not (found or targets):
+    # Preconditioned targets depend on the train data as well. After a kill there may be nothing else.
+    preconditioned = store.table_names(tables.preconditioned_folder(name))
+    if not (found or preconditioned or targets):
         raise StateError(f"There are no scores {name!r}; there are {tables.scored_names(store)}.")
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
     kinds = (tables.verdict_path, tables.one_run_path, tables.predictions_path, tables.trials_path)
     tested = (of(path) for path in found for of in kinds)
     for entry in (*measured, *tested):
         store.drop_entry(entry)
-    # Preconditioned targets depend on the train data as well. Scores are read with their targets, so they go first: a
-    # kill leaves targets without scores, from which the next call scores.
-    preconditioned = store.table_names(tables.preconditioned_folder(name))
+    # Scores are read with their targets, so they go first: a kill leaves targets without scores, from which the next
+    # call scores.
     for path in dict.fromkeys([*found, *preconditioned, *targets]):
         store.drop_table(path)
 

@@ -177,12 +177,13 @@ class Pages:
             _, listed, state, said = self._listed(params)
             name, rows = state["set"], np.flatnonzero(listed)
             found = None
-            if len(rows):
+            if 0 < len(rows) < self.sets.num_rows:
                 found = what_if(self.sets.scores(name), rows)
                 said = f"{found.name}, {found.change}."
                 order = np.argsort(-np.abs(found.predicted), kind="stable")
             else:
-                said += "No row is listed, so none is left out. Mark rows in the review first."
+                said += "All rows are listed. " if len(rows) else "No row is listed. "
+                said += "Mark rows in the review, or choose some by a filter, and follow the link there."
                 order = np.arange(0)
             first = _first(params, len(order), _TARGETS)
             shown = [int(target) for target in order[first : first + _TARGETS]]
