@@ -39,7 +39,7 @@ An object is two levels: what it refers to may be all of a training.
 """
 _MOST_HELD: Final = 1 << 9
 """Entries of a dict or a list that are compared before every replay, by identity; of larger ones, their number."""
-_MOST_ENTRIES: Final = 1 << 12
+_MOST_ENTRIES: Final = 1 << 13
 """Of all containers and objects in the attributes of a model that is replayed."""
 _MOST_ARRAY_BYTES: Final = 1 << 18
 """Of all arrays in the attributes of a model that is replayed: a checksum is computed before every replay."""
@@ -48,8 +48,9 @@ _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.Built
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _UNSEEN_READS: Final = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see."""
-_METHODS: Final = weakref.WeakKeyDictionary[type, tuple[int, tuple[str, ...]]]()
-"""Names of the methods of a class of modules, and how many attributes it had then."""
+_IS_OWN: Final = weakref.WeakKeyDictionary[type, bool]()
+"""Whether a class of modules, or a base of it, is not torch's."""
+_CONTAINERS: Final = frozenset({dict, types.MappingProxyType, list, tuple, set, frozenset, deque, np.ndarray})
 _ABSENT: Final = ...
 _COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
@@ -76,13 +77,15 @@ def identities(
     contents = _Contents(alive, places)
     modules = [*model.modules()]
     for kind in dict.fromkeys(map(type, modules)):
-        contents.add_methods(kind)
+        contents.add_class(kind)
     for module in modules:
         alive += (module, getattr(type(module), "forward", None))  # TorchScript has none
         for name, value in vars(module).items():
             alive.append(value)
             if type(value) not in _ATOM_TYPES and name not in _OF_EVERY_MODULE:
                 contents.add(value, _LEVELS)
+        if contents.is_too_much:
+            return None
         places.append(hash((*vars(module),)))
         places += map(len, _hooks_of(module))
         for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
@@ -92,7 +95,7 @@ def identities(
                 return None
             alive.append(tensor)
             places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
-    return None if contents.is_too_much else (*map(id, alive), *places)
+    return *map(id, alive), *places
 
 
 def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
@@ -114,17 +117,16 @@ class _Contents:
         """Whether something was left out that may change."""
         return self._num_bytes > _MOST_ARRAY_BYTES or self._num_entries > _MOST_ENTRIES
 
-    def add_methods(self, found: type) -> None:
-        """Add the methods of a class and its bases that are not torch's."""
+    def add_class(self, found: type) -> None:
+        """Add the attributes of a class and its bases that are not torch's, methods above all."""
         for base in found.__mro__:
-            count, names = _METHODS.get(base, (-1, ()))
-            if count != len(vars(base)):
-                is_own = _package_of(base.__module__) not in ("torch", "builtins")
-                held = list(vars(base).items()) if is_own else []
-                names = tuple(n for n, value in held if callable(value) or hasattr(type(value), "__get__"))
-                _METHODS[base] = len(vars(base)), names
-            self._alive.extend(map(vars(base).get, names))
-            self._places.append(len(vars(base)))
+            is_own = _IS_OWN.get(base)
+            if is_own is None:
+                is_own = _IS_OWN[base] = _package_of(base.__module__) not in ("torch", "builtins")
+            if is_own:
+                held = vars(base)
+                self._alive.extend(held.values())
+                self._places.append(hash((*held,)))
 
     def add(self, value: Any, levels: int) -> None:
         """Add what a configuration, a dict, a list or an array holds."""
@@ -141,14 +143,18 @@ class _Contents:
         elif isinstance(value, np.ndarray | array | bytearray):
             self._add_array(value)
             return
+        elif isinstance(value, functools.partial):
+            contents = [value.func, value.args, value.keywords]
         elif _package_of(type(value).__module__) == "torch":
             return
         else:
-            contents = _slots_of(value)
+            contents = []
+            levels -= 1
+        if type(value) not in _CONTAINERS:  # an object, or a container with attributes
+            contents += _slots_of(value)
             if hasattr(value, "__dict__"):
                 self._places.append(hash((*vars(value),)))
                 contents += vars(value).values()
-            levels -= 1
         self._places.append(len(contents))
         if len(contents) > _MOST_HELD * (1 + isinstance(value, dict)):
             return
@@ -163,9 +169,8 @@ class _Contents:
 
     def _add_array(self, value: np.ndarray[Any, Any] | array[Any] | bytearray) -> None:
         size = value.nbytes if isinstance(value, np.ndarray) else memoryview(value).nbytes
-        has_objects = (
-            isinstance(value, np.ndarray) and value.dtype.hasobject
-        )  # in fields, which have no checksum
+        # In fields: their addresses are no values.
+        has_objects = isinstance(value, np.ndarray) and value.dtype.hasobject
         self._num_bytes += _MOST_ARRAY_BYTES + 1 if has_objects else size
         if self._num_bytes <= _MOST_ARRAY_BYTES:
             own = value.tobytes() if isinstance(value, np.ndarray) else value

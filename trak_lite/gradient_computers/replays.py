@@ -52,7 +52,7 @@ _MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
 """Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""
 _MOST_GRAPHS: Final = 8
 _MOST_CHANGES: Final = 8
-"""Batches in turn before each of which the model has changed, until the log tells."""
+"""Of the model, the task or the projector before a batch is replayed, until the log tells."""
 _MOST_OTHER_PATHS: Final = 4
 _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
@@ -100,6 +100,11 @@ class _Pass(NamedTuple):
         finally:
             self.computer.checks = checks
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the batch."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
     def is_due(self, kind: _Kind) -> bool:
         """Whether samples of it are compared on the schedule of the self-check."""
         computer = self.computer
@@ -144,11 +149,6 @@ class _Kind:
     def forget_replays(self) -> None:
         self.uncompared = None
         self.rows.clear()
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Memory of the tensors of ``uncompared``."""
-        return sum(leaf.nbytes for leaf in self.uncompared.leaves) if self.uncompared is not None else 0
 
     def has_other_constants(self) -> bool:
         return any(version_of(tensor) != version for tensor, version in self.constants)
@@ -207,17 +207,15 @@ class Replays:
             self._tell(computer, "a mode of torch, autocast or hooks of all modules are on")
         elif type(projector).__weakrefoffset__:
             state = self._present(computer, projector, alive)
-            if state is None:
-                self._tell(computer, "it holds tensors without memory of their own, or too much to compare")
         if leaves is None or state is None:
             self._keep_for(None)
             return work()
         is_same = state == self._state and self._projector() is projector
-        self._num_changes = 0 if is_same else self._num_changes + 1
         if not is_same:
             # The model, the task or the projector is another one.
+            self._num_changes += 1
             if self._num_changes == _MOST_CHANGES:
-                self._tell(computer, "attributes or tensors of it or of the task are others in every batch")
+                self._tell(computer, f"it or the task changed {_MOST_CHANGES} times before a replay")
             self._forget()
             self._state, self._projector = state, weakref.ref(projector, self._forget)
         outside = self._outside.values() if self._outside is not None else ()
@@ -247,29 +245,38 @@ class Replays:
         due = own.is_due(kind) or kind.count - kind.compared >= kind.gap
         if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
             return self._compared(kind, own, work)
+        if kind.uncompared is None and not self._has_room(own):
+            return work()
         found = self._replayed(kind, own)
         if found is None:
             return work()
+        self._num_changes = 0
         kind.rows += computer.checks.named
         with computer.checks.batch(kind.structure, len(leaves[0]), ()):
             kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
-        is_first, kind.uncompared = kind.uncompared is None, own
-        if is_first:
-            waiting = [known for known in self._kinds.values() if known.uncompared is not None]
-            while len(waiting) > 1 and sum(known.waiting_bytes for known in waiting) > _MOST_BYTES:
-                self._settle(waiting.pop(0))
+        kind.uncompared = own
         return found
 
-    @staticmethod
-    def _present(computer: ReplayedComputer, projector: object, alive: list[Any]) -> tuple[int, ...] | None:
-        """Return what a pass reads now; ``None`` if that cannot be told, as where attributes raise errors."""
+    def _has_room(self, own: _Pass) -> bool:
+        """Whether the batch can be kept for a comparison beside those of other kinds."""
+        waiting = sum(known.uncompared.num_bytes for known in self._kinds.values() if known.uncompared)
+        return not waiting or waiting + own.num_bytes <= _MOST_BYTES
+
+    def _present(
+        self, computer: ReplayedComputer, projector: object, alive: list[Any]
+    ) -> tuple[int, ...] | None:
+        """Return what a pass reads now; ``None`` if that cannot be told."""
         try:
-            return identities(computer.model, computer.modelout_fn, (computer, projector), alive)
+            state = identities(computer.model, computer.modelout_fn, (computer, projector), alive)
         except Exception as error:
             refuse_signal(error)
+            self._tell(computer, f"its attributes raise errors ({type(error).__name__})")
             return None
+        if state is None:
+            self._tell(computer, "it holds tensors without memory of their own, or too much to compare")
+        return state
 
     def _tell(self, computer: ReplayedComputer, reason: str) -> None:
         """Log why passes are not replayed, once for each reason."""
