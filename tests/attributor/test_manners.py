@@ -186,6 +186,24 @@ def test_the_time_to_the_end_of_all_has_no_solver_after_the_last_one(monkeypatch
     assert said[19] == "01:20"  # another checkpoint as the first one
 
 
+def test_the_time_to_the_end_of_all_expects_a_fit_only_in_the_first_pass(monkeypatch):
+    """Two checkpoints of a fit of 100 units and 10 rows, then the same rows twice more; a unit takes a second."""
+    clock = [0.0]
+    monkeypatch.setattr("trak_lite.core.progress.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    said = []
+    with Stages.of(2, later=(10, 10)) as stages:
+        for number in range(3):
+            for _ in stages.each(range(2)):
+                with KeptProgress(10 if number else 110, label="here", progress=None) as work:
+                    for _ in range(10 if number else 11):
+                        clock[0] += 1.0 if number else 10.0
+                        work.advance(1 if number else 10)
+                        said.append(stages.time_left)
+    assert said[10] == ""  # it is not known whether there is a fit
+    assert said[11] == tqdm.format_interval(100 + 40)
+    assert said[-40:] == [tqdm.format_interval(left) if left else "" for left in range(39, -1, -1)]
+
+
 def test_the_fit_of_a_language_model_is_told_before_the_rows_and_only_once(capsys):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))

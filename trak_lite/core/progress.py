@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, Self, TypeVar, final
@@ -41,8 +41,8 @@ class Stages:
          (checkpoint 3 of 3)
     """
 
-    def __init__(self, count: int | None, units: int, passes: int) -> None:
-        self._count, self._units, self._passes, self._number = count, units, passes, 0
+    def __init__(self, count: int | None, units: int, later: Sequence[int]) -> None:
+        self._count, self._units, self._later, self._number = count, units, tuple(later), 0
         self._is_known = units > 0
         self._left, self._computed = 0, 0
         self._left_here, self._computed_here = 0, 0  # of the present bar
@@ -50,12 +50,13 @@ class Stages:
 
     @classmethod
     @contextmanager
-    def of(cls, count: int | None, units: int = 0, *, passes: int = 1) -> Iterator[Self]:
-        """Show these stages in all bars of the block: ``passes`` over ``count`` checkpoints of ``units`` units each.
+    def of(cls, count: int | None, units: int = 0, *, later: Sequence[int] = ()) -> Iterator[Self]:
+        """Show these stages in all bars of the block: ``count`` checkpoints of ``units`` units each.
 
-        Without ``units``, a checkpoint is expected to take as many as the one before it.
+        Without ``units``, a checkpoint is expected to take as many as the one before it. If all checkpoints are visited
+        again, ``later`` are the units of a checkpoint in each further pass.
         """
-        stages = cls(count, units, passes)
+        stages = cls(count, units, later)
         token = _STAGES.set(stages)
         try:
             yield stages
@@ -65,8 +66,10 @@ class Stages:
     def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
         """Yield the items, each as the next stage."""
         for item in items:
+            done, number = divmod(self._number, self._count or self._number + 1)
+            units, *after = (self._units, *self._later)[done:] or (0,)
+            self._left = units * ((self._count or 0) - number) + sum(after) * (self._count or 0)
             self._number += 1
-            self._left = self._units * (1 + (self._count or 0) * self._passes - self._number)
             before = self._computed
             yield item
             if not self._is_known:

@@ -110,8 +110,10 @@ def scores_of_stream(
     with run.session(dataset) as session:
         scorer = _Scorer(session, train, targets, method)
         blocks = scorer.blocks(len(train), max_bytes)
-        units = len(train) + len(blocks[0]) if method.inverse is None else 0
-        with Stages.of(len(checkpoints), units, passes=len(blocks)) as stages:
+        units = [len(train) + len(block) for block in blocks]  # and those of a fit, before the first block
+        with Stages.of(
+            len(checkpoints), units[0] if method.inverse is None else 0, later=units[1:]
+        ) as stages:
 
             def walk(visit: Visit) -> None:
                 for checkpoint, weight in stages.each(zip(checkpoints, weights, strict=True)):
