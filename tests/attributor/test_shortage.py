@@ -191,6 +191,41 @@ def test_an_error_of_a_signal_handler_ends_the_call_at_any_moment(handler, tmp_p
     assert count > 8
 
 
+class Interrupted:
+    """An extra state; the signal comes while it is copied, or while its content is read."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __deepcopy__(self, memo):
+        if self.name == "copied":
+            signal.raise_signal(signal.SIGUSR1)
+        return Interrupted(self.name)
+
+    def __reduce__(self):
+        if self.name == "read":
+            signal.raise_signal(signal.SIGUSR1)
+        return Interrupted, (self.name,)
+
+
+@pytest.mark.parametrize("when", ["copied", "read", ""])
+def test_an_error_of_a_signal_handler_ends_the_call_at_an_extra_state(when, tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return Interrupted(when)
+
+        def set_extra_state(self, state):
+            pass
+
+    before = signal.signal(signal.SIGUSR1, Handler(RuntimeError))
+    made = attributor(tmp_path / "a.zarr", Extra(4, 3), "auto")
+    try:
+        with pytest.raises(RuntimeError, match="ended by") if when else contextlib.nullcontext():
+            made.featurize(Rows(TRAIN, batch_size=8))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_an_error_of_a_model_is_not_that_of_a_handler_with_the_same_decorator():
     """The frames of a decorator are in both tracebacks; an error may be its own cause."""
 

@@ -5,7 +5,6 @@ A checkpoint is identified by the digest of its weights, never by its file name 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import io
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.eval_caches import in_modes
 from trak_lite.core.validate import parse_json, some_of
-from trak_lite.errors import CheckpointError, summary
+from trak_lite.errors import CheckpointError, refuse_signal, summary
 from trak_lite.models._adapters import (
     ADAPTER_FILES,
     adapter_files,
@@ -536,10 +535,12 @@ def more_entries(model: nn.Module) -> OrderedDict[str, Any]:
     own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     state, others = model.state_dict(), {}
     for name, value in state.items():
-        # Values that cannot be copied (a lock, an open file) are not restored; entries_digest names them.
-        with contextlib.suppress(TypeError, RuntimeError, pickle.PicklingError):
-            if name not in own:
-                others[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        if name in own:
+            continue
+        try:
+            others[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        except (TypeError, RuntimeError, pickle.PicklingError) as error:
+            refuse_signal(error)  # a lock or an open file is not restored; entries_digest names it
     return with_versions(others, module_versions(state))
 
 
@@ -553,7 +554,8 @@ def entries_digest(state: Mapping[str, Any]) -> str:
             continue
         try:
             content = _content(value)
-        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
+            refuse_signal(error)
             content = type(value).__qualname__.encode()
             unknown.append(name)
         digest.update(f"{bare_name(name)}|{len(content)}|".encode() + content)

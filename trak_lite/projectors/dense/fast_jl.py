@@ -25,7 +25,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, refuse_signal
 from trak_lite.projectors._base import ProjectionType
 from trak_lite.projectors.random.hash import Stream, key32, parameter_key
 
@@ -171,6 +171,7 @@ def _extension(device: torch.device, proj_type: ProjectionType) -> FastJLMatrice
     try:
         fault = _self_test(matrices)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # what a compiled extension raises
+        refuse_signal(error)
         return f"its self-test raised {type(error).__name__}: {error}"
     return matrices if fault is None else f"in its self-test {fault}"
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trak_lite.errors import refuse_signal
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.random.hash import RademacherEntries, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, rademacher_word, sign_floats
@@ -173,5 +174,6 @@ def why_unusable(device: torch.device) -> str | None:
         add_signed_product_(signs, torch.eye(num_entries, dtype=torch.float32, device=device), key)
         equal = torch.equal(signs, expected)
     except Exception as error:  # every compiler and driver raises other exceptions
+        refuse_signal(error)
         return f"it does not run on this device ({type(error).__name__}: {error})"
     return None if equal else "it draws other signs on this device than the torch operations"

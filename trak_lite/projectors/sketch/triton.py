@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trak_lite.errors import refuse_signal
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
@@ -528,6 +529,7 @@ def why_unusable(device: torch.device) -> str | None:
             for sketch, expected in _expected_entries(device)
         )
     except Exception as error:  # every compiler and driver raises other exceptions
+        refuse_signal(error)
         return f"they do not run on this device ({type(error).__name__}: {error})"
     return None if right else "they give other features on this device than the torch operations"
 
