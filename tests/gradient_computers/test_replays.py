@@ -357,6 +357,7 @@ NOT_REPLAYED = {
         factor=lambda s, x: 2.0 if succeeds(F.one_hot, x.abs().mul(9).long(), num_classes=1) else 3.0
     ),
     "names a proxy": lambda: Net(factor=lambda s, x: PROXY.factor),
+    "holds too much to compare": lambda: Net(held={number: [0.0] * 300 for number in range(40)}),
     "has a hook": with_a_hook,
     "own function": lambda: Net(lambda s, x: Double.apply(s.logits(x))),
     "sparse buffer": lambda: Net(by_neighbours, buffers={"neighbours": torch.eye(7).to_sparse()}),
@@ -851,6 +852,21 @@ def test_a_value_outside_the_model_that_changes_is_noticed_whatever_follows(then
     with pytest.raises(UnsupportedModelError, match="counter, a cache, a global value") as caught:
         finished(2.0)
     assert set(range(4 * 16, 4 * NUM_BATCHES)) <= set(caught.value.rows["train"].tolist())
+
+
+def test_the_memory_of_batches_that_wait_for_a_comparison_is_bounded(monkeypatch):
+    run = Run(made(Net))
+    for pair in zip(batches(), batches(size=6), strict=True):
+        for batch in pair:
+            run(batch)
+    run.computer.confirm()
+    monkeypatch.setattr("trak_lite.gradient_computers.replays._MOST_BYTES", 1)
+    passes = []
+    for size in (4, 4, 6, 6, 4):
+        before = run.passes
+        run(next(batches(size=size)))
+        passes.append(run.passes - before)
+    assert passes == [0, 0, 1, 1, 0], "one batch may wait, whatever its size"
 
 
 def test_a_tensor_of_the_model_that_changes_is_no_error_after_the_last_batch():
