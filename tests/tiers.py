@@ -121,6 +121,8 @@ SOME: dict[str, int] = {
     "integrations/test_transformers_tasks.py": 4,
     "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs::test_output_gradient_passes_gradcheck": 6,
     "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs"
+    "::test_the_mean_gradient_over_drawn_labels_is_zero": 6,
+    "modelout_functions/test_modelout_laws.py::TestBuiltInModelOutputs"
     "::test_the_hook_computer_gives_the_gradients_of_the_plain_loss": 15,
     "modelout_functions/test_modelout_registry.py::test_the_same_made_twice_is_one_task_and_all_others_are_others": 2,
     "modelout_functions/test_post_training.py::test_rows_are_scored_from_end_to_end": 4,

@@ -333,6 +333,17 @@ def test_open_asks_for_what_a_store_cannot_keep(tmp_path):
         Attributor.open(tmp_path / "nowhere.zarr", model())
 
 
+class Named(ImageClassificationModelOutput):
+    name = "mine"
+
+
+def test_open_asks_for_a_task_of_its_own_that_has_a_name(tmp_path):
+    attributor(tmp_path / "a.zarr", task=Named()).featurize(TRAIN)
+    with pytest.raises(InvalidInputError, match=r"custom objects.*\['task'\]\. Pass task="):
+        Attributor.open(tmp_path / "a.zarr", model())
+    assert Attributor.open(tmp_path / "a.zarr", model(), Named()).featurize(TRAIN).rows_written == 0
+
+
 class Noisy(nn.Module):
     """Draws in train mode, counts its calls in a buffer, and makes another one in its first pass."""
 

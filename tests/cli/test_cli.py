@@ -1,7 +1,9 @@
 """The command line as a program: checks, exit status, unroll, Ctrl-C."""
 
 import importlib
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,6 +38,18 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
     assert f"set aside: chunk 1 (rows 4 to 7 are pending) of {NAME} is in" in repaired
     assert done_rows(path) == [0, 1, 2, 3, 8, 9, 10]
     assert cli.main(["check", "--repair", path]) == 0
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback(path):
+    """As of ``trak-lite check PATH | head -0``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "trak_lite", "check", path]
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from forked import start_script
 from late import script
 
 from trak_lite.methods import METHODS
+from trak_lite.modelout_functions import MODEL_OUTPUTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -173,6 +174,10 @@ def test_old_and_new_names_of_the_porting_page_can_be_imported() -> None:
         for dotted in pair:
             module, _, name = dotted.rpartition(".")
             assert hasattr(importlib.import_module(module), name), dotted
+
+
+def test_the_page_of_tasks_names_every_task() -> None:
+    assert [name for name in MODEL_OUTPUTS if f"`{name}`" not in TEXTS["tasks.md"]] == []
 
 
 def test_readme_and_page_name_every_method() -> None:

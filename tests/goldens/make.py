@@ -1,11 +1,12 @@
-"""Makes the goldens again, only after a change that is meant to change results.
+"""Makes the goldens again, only after a change that is meant to change results; with ``--missing``, adds what is new.
 
-Run ``PYTHONPATH=tests:tests/traker:tests/projectors:tests/modelout_functions python tests/goldens/make.py`` in the root
-of the repository. It needs the original release traker 0.3.2, whose scores are the goldens of ``TRAKer``.
+Run ``PYTHONPATH=tests:tests/traker:tests/projectors:tests/modelout_functions python tests/goldens/make.py [--missing]``
+in the root of the repository. It needs the original release traker 0.3.2, whose scores are the goldens of ``TRAKer``.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -57,8 +58,13 @@ def store() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    np.savez_compressed(NUMBERS, **numbers())
-    np.savez_compressed(VECTORS, **dict(vectors()))
-    store()
+    only_missing = sys.argv[1:] == ["--missing"]
+    for path, made in ((NUMBERS, numbers()), (VECTORS, dict(vectors()))):
+        if only_missing:
+            with np.load(path) as kept:
+                made = {**kept, **{name: value for name, value in made.items() if name not in kept}}
+        np.savez_compressed(path, **made)
+    if not only_missing:
+        store()
     for path in (NUMBERS, VECTORS, STORE):
         print(f"{path.name}: {path.stat().st_size:,} bytes")

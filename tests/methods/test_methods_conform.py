@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from trak_lite import methods
+from trak_lite.errors import InvalidInputError
 from trak_lite.testing import MethodTests
 
 
@@ -57,6 +59,17 @@ for name, method in CONFORMING.items():
     marks = [pytest.mark.campaign] if name in ("CG", "LiSSA") else []  # the goldens hold these as well
     content = {"make_method": lambda self, method=method: method, "pytestmark": marks}
     vars()[f"Test{name}"] = type(f"Test{name}", (MethodTests,), content)
+
+
+@pytest.mark.parametrize("strength", [float("inf"), (0.5, float("nan")), torch.ones(2), {1.0}])
+def test_a_field_that_cannot_identify_scores_is_named(strength):
+    with pytest.raises(InvalidInputError, match=r"SignedDot\.strength must be a text, a finite number"):
+        SignedDot(strength=strength).to_json()
+
+
+def test_no_name_of_a_method_can_be_entered():
+    with pytest.raises(TypeError):
+        methods.METHODS["SignedDot"] = SignedDot
 
 
 @pytest.mark.quick

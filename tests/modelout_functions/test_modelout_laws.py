@@ -3,13 +3,21 @@
 tests/goldens holds the terms of every case.
 """
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
 from modelout_cases import check_gradients, identity_of
 from post_training_cases import BY_NAME
 
 from trak_lite.gradient_computers import HookGradientComputer
-from trak_lite.modelout_functions import MODEL_OUTPUTS, ModelCall
+from trak_lite.modelout_functions import (
+    MODEL_OUTPUTS,
+    BinaryClassificationModelOutput,
+    DiffusionModelOutput,
+    ModelCall,
+)
 from trak_lite.testing import ModelOutputTests
 
 
@@ -21,6 +29,11 @@ class TestBuiltInModelOutputs(ModelOutputTests):
     def test_output_gradient_passes_gradcheck(self, case):
         """Stands here because the standard tier takes some of the cases only."""
         super().test_output_gradient_passes_gradcheck(case)
+
+    def test_the_mean_gradient_over_drawn_labels_is_zero(self, case):
+        if isinstance(case.task, DiffusionModelOutput) and isinstance(case.batch, tuple):
+            pytest.skip("targets are drawn for batches with named columns only")
+        super().test_the_mean_gradient_over_drawn_labels_is_zero(case)
 
     def test_the_hook_computer_gives_the_gradients_of_the_plain_loss(self, case):
         """Row by row, times minus q."""
@@ -42,6 +55,21 @@ def test_every_registered_task_has_a_case():
     assert {name.split("-")[0] for name in BY_NAME} == {*MODEL_OUTPUTS, "callable"}
     for name, build in BY_NAME.items():
         assert name == "callable" or type(build().task) is MODEL_OUTPUTS[name.split("-")[0]]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_kit_notices_labels_of_another_distribution(is_wrong):
+    class Binary(BinaryClassificationModelOutput):
+        def sample_labels(self, model_call, batch, noise):
+            return super().sample_labels(
+                model_call, batch, lambda shape: noise(shape).pow(2) if is_wrong else noise(shape)
+            )
+
+    built = BY_NAME["binary_classification-flat"]()
+    with pytest.raises(AssertionError) if is_wrong else contextlib.nullcontext():
+        ModelOutputTests().test_the_mean_gradient_over_drawn_labels_is_zero(
+            dataclasses.replace(built, task=Binary())
+        )
 
 
 def test_the_kit_asks_for_a_case():

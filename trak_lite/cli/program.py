@@ -7,6 +7,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from trak_lite.store import RemotePlace, check_store, open_store
 from trak_lite.store.remote.place import resolve_place
 
 _PROGRAM = "trak-lite"
-_WRONG_USE, _INTERRUPTED = 2, 130
+_WRONG_USE, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 _EXTRA = ("jsonargparse", "docstring_parser", "yaml", "typeshed_client")
 _WITH_CONFIG: dict[str, tuple[str, tuple[str, ...]]] = {
     "plan": ("measure on a few batches how long run takes, how much memory and disk", ()),
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrakLiteError as error:
         _warn(f"{_PROGRAM}: {' '.join(str(error).splitlines())}\n")
         return _WRONG_USE
+    except BrokenPipeError:  # of "| head"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+        return _PIPE_CLOSED
     except KeyboardInterrupt:
         _warn(f"\n{_PROGRAM}: interrupted before the command started.\n")
         return _INTERRUPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -215,9 +216,21 @@ class AbstractMethod(ABC):
         return tuple(given)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the name and the fields as JSON values: the identity of the method in a store."""
+        """Return the name and the fields as JSON values: the identity of the method in a store.
+
+        Raises:
+            InvalidInputError: If a field of an own class has no such value; names the field.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        for name, value in plain.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise InvalidInputError(
+                    f"{self.name}.{name} must be a text, a finite number, True, False, None, or a tuple of these, "
+                    f"because it identifies the scores in a store: {error}, got {value!r:.100}."
+                ) from error
         version = {} if self.version == 1 else {"version": self.version}
         return {"name": self.name, **version, **plain}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from trak_lite.core.validate import known_names
@@ -15,10 +16,13 @@ from trak_lite.methods.stored import LESS, TRAK, Fisher, GaussNewton, GradCos, G
 
 Method: TypeAlias = Mapping[str, bool | int | float | str | Sequence[float] | None] | str | AbstractMethod
 """A method, its name, or its name and fields: ``{"name": "TracIn", "learning_rates": [0.1, 0.05]}``."""
-METHODS: Final[Mapping[str, type[AbstractMethod]]] = {
-    cls.__name__: cls for cls in (GaussNewton, Fisher, TRAK, EKFAC, CG, LiSSA, TracIn, LESS, GradDot, GradCos)
-}
-"""The methods of this package by name."""
+METHODS: Final[Mapping[str, type[AbstractMethod]]] = MappingProxyType(
+    {
+        cls.__name__: cls
+        for cls in (GaussNewton, Fisher, TRAK, EKFAC, CG, LiSSA, TracIn, LESS, GradDot, GradCos)
+    }
+)
+"""The methods of this package by name. A config cannot name others; pass them as objects."""
 _BY_LOWER_CASE = {name.lower(): cls for name, cls in METHODS.items()}
 
 

@@ -121,7 +121,7 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
     """
 
     name: ClassVar[str] = ""
-    """The task's name for ``task=...``; empty for a custom class."""
+    """The task's name for ``task=...``; empty for a class that is passed as an object."""
     version: ClassVar[int] = 1
     """Incremented whenever the values of a built-in function change; part of the store's fingerprint."""
     has_curvature: bool = True
@@ -234,7 +234,8 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         Args:
             model_call: Calls the model.
             batch: B samples; their labels are replaced and at most mark which positions get a label.
-            noise: Uniform numbers.
+            noise: ``noise(shape)`` returns uniform numbers in (0, 1), float64, ``(B, *shape)``. Those of a sample
+                depend only on its row.
 
         Raises:
             InvalidInputError: If the task has no distribution of labels, or the batch is not what it expects.

@@ -420,6 +420,8 @@ def stored_arguments(
         if stored_task in MODEL_OUTPUTS and described.get("name") == stored_task:
             # With its stored settings, which may differ from the current defaults.
             stored_task = MODEL_OUTPUTS[stored_task](**described["settings"])
+        elif stored_task not in MODEL_OUTPUTS:
+            stored_task = None  # a class of the user's that has a name
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
             f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "

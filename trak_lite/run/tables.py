@@ -1,4 +1,4 @@
-"""Names, paths, columns and specs of the tables of a run. No other module builds them."""
+"""Names, paths, columns and specs of the tables of rows, targets, scores and columns. No other module builds them."""
 
 from __future__ import annotations
 

@@ -26,10 +26,11 @@ from torch.func import grad, vmap
 from trak_lite.data.batches import batch_size, flatten_batch, take_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.modelout_functions._base import LossModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.types import Batch, OutputTerms
 
-_RTOL, _ATOL = 1e-9, 1e-11
+_RTOL, _ATOL, _DRAWS = 1e-9, 1e-11, 128
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,24 @@ class ModelOutputTests:
         for index, row in enumerate(gradients):
             expected = _gradient(eager.output[index], case.model)
             torch.testing.assert_close(row, expected, rtol=_RTOL, atol=_ATOL)
+
+    def test_the_mean_gradient_over_drawn_labels_is_zero(self, case: ModelOutputCase) -> None:
+        """Labels are those of the model's distribution: the mean over them of the gradient of log p is zero."""
+        if not case.task.can_sample:
+            pytest.skip("the task does not draw labels")
+        task, call, count = LossModelOutput(case.task), ModelCall(case.model), batch_size(case.batch)
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(shape: Sequence[int]) -> Tensor:
+            return torch.rand((count, *shape), generator=generator, dtype=torch.float64)
+
+        rows = []
+        for _ in range(_DRAWS):
+            drawn = case.task.sample_labels(call, copy.deepcopy(case.batch), noise)
+            rows.append(_gradient(task.evaluate(call, drawn).output.sum(), case.model))
+        variance, mean = torch.var_mean(torch.stack(rows), 0)
+        # The mean of D draws has the squared norm tr(cov) / D; twenty times as much has a probability of 1e-5 at most.
+        assert mean.square().sum() <= 20 * variance.sum() / _DRAWS + _ATOL
 
     def test_an_invalid_sample_is_named_when_run_eagerly_and_nan_under_vmap(
         self, case: ModelOutputCase
