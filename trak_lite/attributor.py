@@ -509,7 +509,8 @@ class Attributor:
             StateError: If train rows are pending, the weights of a checkpoint cannot be found, or the method has to
                 be fitted and this attributor has not featurized the train data.
             ManifestMismatchError: If other targets or checkpoints were scored under this name, or recomputed rows of
-                targets or train data differ from the stored ones because the data or the model changed.
+                targets, or of copies of train data, differ from the stored ones because the targets or the model
+                changed.
             SingularKernelError: If the kernel is singular at the method's damping.
             RankError: If another rank of a distributed run failed, or makes another call.
         """

@@ -24,6 +24,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
 )
 from trak_lite.retraining import retrain
+from trak_lite.store import open_store
 
 N = 12
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -110,6 +111,7 @@ def sparse(samples):
         ("proj_dim must be an integer of at least 1", {"proj_dim": 0}),
         (r"dtype must be one of \['float16', 'float32', 'int4', 'int8'\]", {"dtype": "int2"}),
         (r"\['0.wieght'\].*0.weight", {"grad_wrt": ["0.wieght"]}),
+        ("grad_wrt must be names, patterns or module classes, got 3", {"grad_wrt": 3}),
         ("gradient_computer must be one of", {"gradient_computer": "functorch"}),
         ("rademacher", {"projector": "rademacer"}),
         ("method must be a name of .* Did you mean 'GaussNewton'", {"method": "GausNewton"}),
@@ -135,6 +137,15 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path, said, s
         attributor(path=tmp_path / "a.zarr", **settings)
 
     assert contents(tmp_path) == {}
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.save(NET.state_dict(), tmp_path / "weights.pt")
+    attributor(path="~/a.zarr").featurize(TRAIN, checkpoints="~/weights.pt")
+    assert {one.partition("/")[0] for one in contents(tmp_path)} == {"a.zarr", "weights.pt"}
+    with open_store("~/a.zarr") as store:
+        assert store.table_names() == ["ckpt-0"]
 
 
 SPARSE = r"sparse tensor \(torch.sparse_coo\) of shape .*to_dense\(\)"

@@ -224,9 +224,10 @@ def test_an_error_outside_a_worker_names_the_sample_in_a_note_and_ends_a_run():
         Rows(Exhausted(), what="the targets").identity()
 
 
-def test_samples_of_other_lengths_name_what_is_missing():
+@pytest.mark.parametrize("samples", [[torch.zeros(2), torch.zeros(3)], [{"ids": [1, 2]}, {"ids": [1, 2, 3]}]])
+def test_samples_of_other_lengths_name_what_is_missing(samples):
     with pytest.raises(RuntimeError, match="equal size") as raised:
-        list(Rows([torch.zeros(2), torch.zeros(3)]).batches([np.arange(2)]))
+        list(Rows(samples).batches([np.arange(2)]))
     assert (
         "a collate function that pads them: collate=..., or a DataLoader with collate_fn"
         in raised.value.__notes__[1]

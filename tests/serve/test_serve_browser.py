@@ -61,6 +61,21 @@ def test_a_page_fits_can_be_read_loads_nothing_else_and_runs_no_text(page: Page,
         assert page.run("document.querySelector('.target .text').textContent") == HOSTILE
 
 
+@pytest.mark.parametrize(("key", "num_lines"), [("flipped", 1), (60 * "w", 6)])
+def test_keys_of_a_row_are_words_on_a_small_screen(page: Page, copy: Path, key: str, num_lines: int) -> None:
+    recipe, row = copy / "recipe.py", {key: True, "note": 3 * "a sentence of usual words "}
+    recipe.write_text(recipe.read_text() + f"\n\ndef render(index):\n    return {row}\n")
+    lines = """(range => {
+        range.selectNodeContents(document.querySelector('.fields th'));
+        return new Set([...range.getClientRects()].map(line => line.top)).size;
+    })(document.createRange())"""
+    with served(pages_in(copy)) as client:
+        page.open(f"{client.url}/review", width=400)
+    check_layout(page, 400)
+    assert (page.run(lines) == 1) == (num_lines == 1)
+    assert page.run(lines) >= num_lines
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: str) -> None:
     """What the browser hands to a screen reader: its own computation of roles and names."""

@@ -79,6 +79,7 @@ def test_an_error_of_the_system_gets_a_name_and_keeps_its_cause(path, code, erro
         table.put(0, values([0]))
     assert type(caught.value) is error
     assert f"Writing rows to {path}/{NAME} failed: {os.strerror(code)}." in str(caught.value)
+    assert ("(ulimit -f)" in str(caught.value)) == (code == errno.EFBIG)
     assert caught.value.__cause__.errno == code
     table.put(0, values([0]))
 

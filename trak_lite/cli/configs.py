@@ -120,9 +120,9 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     recorded = {key.name for key in needed} - typed.keys() if isinstance(source, RunRecord) else ()
     checkpoints, place = values["checkpoints"], resolve_place(values["path"])
     if isinstance(checkpoints, str):
-        values["checkpoints"] = os.path.abspath(checkpoints)
+        values["checkpoints"] = os.path.abspath(os.path.expanduser(checkpoints))
     elif checkpoints is not None:
-        values["checkpoints"] = [os.path.abspath(path) for path in checkpoints]
+        values["checkpoints"] = [os.path.abspath(os.path.expanduser(path)) for path in checkpoints]
     if not isinstance(place, RemotePlace):
         values["path"] = os.path.abspath(place)
     return RunConfig(values, recipe, frozenset(recorded))

@@ -404,7 +404,9 @@ def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
         ) from error
     except Exception as error:
         error.add_note(f"Raised while {doing}.")
-        if "each tensor to be equal size" in str(error):  # of torch's default collate function
+        if "to be equal size" in str(error) or "be of equal size" in str(
+            error
+        ):  # of torch's default collate function
             error.add_note(
                 "Samples of different lengths need a collate function that pads them: collate=..., or a DataLoader "
                 "with collate_fn=... as data, which the functions of a recipe may return."

@@ -24,10 +24,15 @@ Kept: TypeAlias = Mapping[str, nn.Parameter]
 def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
     """Return a choice as a list.
 
+    Raises:
+        InvalidInputError: If it is no choice.
+
     Example:
         >>> listed("0.weight")
         ['0.weight']
     """
+    if not isinstance(choice, str | type | Iterable):
+        raise InvalidInputError(f"grad_wrt must be names, patterns or module classes, got {choice!r:.100}.")
     return [choice] if isinstance(choice, str | type) else list(choice)
 
 

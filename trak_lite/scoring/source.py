@@ -255,7 +255,8 @@ class ScoreSource:
         if self.method.inverse is not None:
             raise InvalidInputError(
                 f"Self-influence with {self.method.name} needs train rows multiplied by the inverse curvature, but "
-                "only targets are. Use another method, or score the train data as targets and take the diagonal."
+                "only targets are. Use another method, or score the train data as targets and take the diagonal, "
+                "times q for the influence on the loss."
             )
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)

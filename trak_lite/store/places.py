@@ -28,7 +28,7 @@ def open_store(
     """Open an existing store."""
     if isinstance(place, RemotePlace):
         return RemoteFeatureStore.open(place, mode)
-    return ZarrFeatureStore.open(place, mode)
+    return ZarrFeatureStore.open(os.path.expanduser(place), mode)
 
 
 def check_store(path: str | os.PathLike[str] | RemotePlace, *, repair: bool = False) -> Report:

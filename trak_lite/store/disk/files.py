@@ -66,8 +66,13 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
         refuse_machine_failure(error)
         seen = f"{doing} {path} failed: {error.strerror or error}."
         if error.errno in _FULL:
+            remedy = (
+                "Raise the limit of a file's size (ulimit -f)"
+                if error.errno == errno.EFBIG
+                else "Free some space"
+            )
             raise StoreFullError(
-                f"{seen} The rows stay pending and the store is intact. Free some space and put them again."
+                f"{seen} The rows stay pending and the store is intact. {remedy} and put them again."
             ) from error
         if error.errno in _READ_ONLY and _may_not_be_read(error.filename):
             raise StoreError(

@@ -73,7 +73,7 @@ class RemotePlace:
 
 
 def resolve_place(where: object) -> str | RemotePlace:
-    """Return a local path unchanged; convert anything else to a :class:`RemotePlace`.
+    """Return a local path, with ``~`` replaced by the home folder; convert anything else to a :class:`RemotePlace`.
 
     Raises:
         InvalidInputError: If ``where`` is neither a local path nor a remote address.
@@ -85,7 +85,7 @@ def resolve_place(where: object) -> str | RemotePlace:
     if isinstance(where, RemotePlace):
         return where
     if isinstance(where, os.PathLike) or (isinstance(where, str) and not _URL.fullmatch(where)):
-        return os.fspath(where)
+        return os.path.expanduser(os.fspath(where))
     return RemotePlace(where)
 
 
