@@ -101,6 +101,19 @@ def test_a_missing_value_is_a_label(values, labels, value, found):
         assert np.flatnonzero(column.matches(value)).tolist() == found
 
 
+@pytest.mark.parametrize(("kind", "values", "labels"), [
+    ("string", ["web", None, "book"], ["None", "book", "web"]),
+    ("boolean", [True, None, False], ["False", "None", "True"]),
+    ("Int64", [3, None, 1], ["1.0", "3.0", "nan"]),
+    ("object", ["web", "NA", "book"], ["None", "book", "web"]),
+    ("object", [3, "NA", 1], ["1.0", "3.0", "nan"]),
+])  # fmt: skip
+def test_what_pandas_has_for_a_missing_value_is_missing(kind, values, labels):
+    pandas = pytest.importorskip("pandas")
+    given = pandas.Series([pandas.NA if value == "NA" else value for value in values], dtype=kind)
+    assert Column.of(given, 3, "values").texts == labels
+
+
 BIG = 2**60
 
 

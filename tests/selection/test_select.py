@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import tracemalloc
 from typing import Any
@@ -192,6 +193,28 @@ def test_proportional_quotas_are_largest_remainders():
         assert [found.tolist().count(label) for label in "abc"] == expected
     some = {"groups": labels, "quotas": "proportional", "where": np.arange(100) < 80}  # without a "c"
     assert select(np.zeros((100, 1)), 8, "balanced", **some).groups.tolist() == ["a"] * 5 + ["b"] * 3
+
+
+DAYS = np.array(["2024-01-01", "2024-01-02"], "datetime64[ns]")
+
+
+@pytest.mark.parametrize(("pair", "quotas"), [
+    ([1.0, None], {1.0: 2, float("nan"): 1}),
+    ([1.0, None], {"1": 2, "nan": 1}),
+    ([7, 8], {"7": 1, 7.0: 1, 8: 1}),
+    ([True, None], {True: 2, None: 1}),
+    (["a", None], {"a": 2, "None": 1}),
+    (DAYS, dict(zip(DAYS, (2, 1), strict=True))),
+    (DAYS, {"2024-01-01": 2, datetime.date(2024, 1, 2): 1}),
+    (list(DAYS.astype("datetime64[D]").tolist()), {DAYS[0]: 2, "2024-01-02": 1}),
+], ids=str)  # fmt: skip
+def test_quotas_name_labels_as_filters_do(pair, quotas):
+    chosen = select(np.arange(6.0)[:, None], 3, "balanced", groups=[*pair] * 3, quotas=quotas)
+    assert chosen.indices.tolist() == [5, 4, 2]
+    assert list(chosen.settings["quotas"].values()) == list(quotas.values())
+    few = {label: 2 * count for label, count in quotas.items()}
+    with pytest.raises(InvalidInputError, match="from 0 to the number of rows with the label"):
+        select(np.arange(6.0)[:, None], 6, "balanced", groups=[*pair] * 3, quotas=few)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 5.0])

@@ -5,6 +5,7 @@ Shapes: N rows, G labels.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,8 +42,8 @@ class Column:
     def of(cls, values: ArrayLike, count: int, what: str) -> Self:
         """Number the labels of ``count`` rows.
 
-        A missing value (None, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of numbers.
-        Integers that would change in float64, the type of numbers of several types, are refused.
+        A missing value (None, pandas' NA, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of
+        numbers. Integers that would change in float64, the type of numbers of several types, are refused.
         """
         given = _array_of(values, what)
         if given.shape != (count,):
@@ -235,7 +236,8 @@ def _with_missing_labels(given: NDArray[Any], what: str) -> NDArray[Any]:
     """Return labels in which missing values have a label of the type of the others, so that they can be sorted."""
     if given.dtype != object:
         return given
-    missing = np.array([value is None or (isinstance(value, float) and value != value) for value in given])
+    marks = (None, getattr(sys.modules.get("pandas"), "NA", None))
+    missing = np.array([v is marks[0] or v is marks[1] or (isinstance(v, float) and v != v) for v in given])
     kinds = {type(value) for value in given[~missing]}
     if not missing.any():
         return given

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.validate import one_of, positive_int, real_at_least, some_of
-from trak_lite.data.columns import Column, Where, column_of, wanted_rows
+from trak_lite.data.columns import Column, Where, column_of, label_text, wanted_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.scores import Scores
 from trak_lite.selection._greedy import greedy
@@ -77,7 +77,7 @@ def select(
             ``None`` uses the columns of the store.
         quotas: ``"equal"`` (the default) shares k equally, and labels with too few rows leave the rest to the others;
             ``"proportional"`` keeps the shares of the labels in the train rows; a mapping gives the number of rows of
-            each label.
+            each label, which it names by value or text, as ``where`` does.
         features: ``(N, K)`` features for ``"greedy"``, such as embeddings; ``None`` reads the stored rows of the scores
             (of all checkpoints, whose cosines are averaged).
         diversity: alpha of ``"greedy"``, at least 0; ``None`` is 1.
@@ -161,7 +161,7 @@ def _balanced(
     quotas = "equal" if quotas is None else quotas
     counts = _quotas_of(groups if wanted is None else groups.take(np.flatnonzero(wanted)), k, quotas)
     rows = best(counts, groups.places)
-    named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
+    named = quotas if isinstance(quotas, str) else {label_text(label): int(n) for label, n in quotas.items()}
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
 
 
@@ -202,14 +202,17 @@ def _proportional(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
 
 
 def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int64]:
-    sizes = dict(zip(groups.labels.tolist(), groups.sizes.tolist(), strict=True))
-    wrong = [
-        f"{label!r}: {count!r} of {sizes.get(label, 0)}"
-        for label, count in quotas.items()
-        if isinstance(count, bool)
-        or not isinstance(count, int | np.integer)
-        or not 0 <= count <= sizes.get(label, 0)
-    ]
+    each = Column(groups.labels, np.arange(len(groups.labels)))
+    texts = {} if each.labels.dtype.kind in "iuf" else {text: place for place, text in enumerate(each.texts)}
+    taken, wrong = np.zeros_like(groups.sizes), []
+    for label, count in quotas.items():
+        place = texts.get(label_text(label))
+        places = np.flatnonzero(each.matches(label)) if place is None else np.array([place])
+        left = int((groups.sizes - taken)[places].sum())
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= left:
+            wrong.append(f"{label!r}: {count!r} of {left}")
+        else:
+            taken[places] += count
     if wrong:
         raise InvalidInputError(
             f"quotas must be whole numbers from 0 to the number of rows with the label, got {some_of(wrong)}."
@@ -217,7 +220,7 @@ def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int6
     total = sum(quotas.values())
     if total != k:
         raise InvalidInputError(f"quotas add up to {total}, and k is {k}. Make them equal.")
-    return np.array([quotas.get(label, 0) for label in sizes], dtype=np.int64)
+    return taken
 
 
 def _greedy(
