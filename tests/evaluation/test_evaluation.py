@@ -228,7 +228,7 @@ def test_the_loss_rise_is_after_minus_before_averaged_over_seeds():
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=0.1 * half)
 
 
-@pytest.mark.parametrize("k", [None, 30])
+@pytest.mark.parametrize("k", [None, 30, np.int64(30)])
 def test_detection_counts_what_is_wrong_among_the_k_most_suspicious_rows(k):
     rng = np.random.default_rng(0)
     wrong = rng.random(200) < 0.1
