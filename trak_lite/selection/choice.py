@@ -17,7 +17,7 @@ from trak_lite.data.columns import Column, Where, column_of, label_text, wanted_
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.scores import Scores
 from trak_lite.selection._greedy import greedy
-from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, shape_of
+from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, array_of, best_rows, shape_of
 from trak_lite.selection.result import Selection
 
 Method = Literal["top", "less", "greedy", "balanced"]
@@ -64,7 +64,7 @@ def select(
     ``8 pool (C K + k)`` bytes for C checkpoints; none depends on N M.
 
     Args:
-        scores: Scores, or an array ``(N, M)`` (also a memory map), of which larger numbers are better.
+        scores: Scores, or an array or a tensor ``(N, M)`` (also a memory map), of which larger numbers are better.
         k: Number of rows; all rows are chosen if there are fewer than k, as by :meth:`trak_lite.Scores.top`.
         method: ``"top"``, ``"less"``, ``"greedy"`` or ``"balanced"``.
         sign: ``"harmful"`` negates all scores first, and chooses rows to remove: with the largest reduction a row is
@@ -111,6 +111,7 @@ def select(
     factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
     chosen_reduction = REDUCTIONS[method] if reduction is None else reduction
     one_of(("mean", "sum", "max"), reduction=chosen_reduction)
+    scores = scores if isinstance(scores, Scores) else array_of(scores)
     num_rows, num_targets = shape_of(scores)
     wanted = None
     if where is not None:
@@ -295,7 +296,7 @@ def _feature_reader(
             "method='greedy' needs features of the rows, and an array of scores has none. Give features (N, K), such "
             "as embeddings."
         )
-    given = np.asarray(features)
+    given = array_of(features)
     if given.ndim != 2 or len(given) != num_rows or given.dtype.kind not in "iuf":
         raise InvalidInputError(
             f"features must be real numbers ({num_rows}, K), got {given.dtype} of shape {given.shape}."
