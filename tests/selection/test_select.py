@@ -212,7 +212,7 @@ DAYS = np.array(["2024-01-01", "2024-01-02"], "datetime64[ns]")
 def test_quotas_name_labels_as_filters_do(pair, quotas):
     chosen = select(np.arange(6.0)[:, None], 3, "balanced", groups=[*pair] * 3, quotas=quotas)
     assert chosen.indices.tolist() == [5, 4, 2]
-    assert list(chosen.settings["quotas"].values()) == list(quotas.values())
+    assert sorted(chosen.settings["quotas"].values()) == [1, 2]
     few = {label: 2 * count for label, count in quotas.items()}
     with pytest.raises(InvalidInputError, match="from 0 to the number of rows with the label"):
         select(np.arange(6.0)[:, None], 6, "balanced", groups=[*pair] * 3, quotas=few)

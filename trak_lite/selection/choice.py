@@ -162,7 +162,9 @@ def _balanced(
     quotas = "equal" if quotas is None else quotas
     counts = _quotas_of(groups if wanted is None else groups.take(np.flatnonzero(wanted)), k, quotas)
     rows = best(counts, groups.places)
-    named = quotas if isinstance(quotas, str) else {label_text(label): int(n) for label, n in quotas.items()}
+    named: Any = quotas
+    if not isinstance(quotas, str):
+        named = {text: count for text, count in zip(groups.texts, counts.tolist(), strict=True) if count}
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
 
 
