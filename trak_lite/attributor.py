@@ -539,10 +539,12 @@ class Attributor:
                     f"k={k} and refine were given. Leave k out: refine sets the candidates."
                 )
             dense, k = False, refine.candidates
-        elif k is not None and positive_int(k=k) and dense:
-            raise InvalidInputError(
-                f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
-            )
+        elif k is not None:
+            k = positive_int(k=k)
+            if dense:
+                raise InvalidInputError(
+                    f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
+                )
         targets = run.targets(data, batch_size)
         source = checkpoints, checkpoint_loader
         with self._scoring(run, targets, name, chosen, source) as (target_set, train, result):
@@ -665,8 +667,7 @@ class Attributor:
             (20, 3)
         """
         chosen = self._settings.scored_by(unprojected_method(EKFAC() if method is None else method))
-        if k is not None:
-            positive_int(k=k)
+        k = None if k is None else positive_int(k=k)
         found = list(iterate_checkpoints(checkpoints, checkpoint_loader))
         if not found:
             raise InvalidInputError(

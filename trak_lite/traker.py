@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
-from trak_lite.core.validate import positive_int, real_at_least
+from trak_lite.core.validate import integer_at_least, positive_int, real_at_least
 from trak_lite.core.version import __version__
 from trak_lite.data.batches import ColumnMarks, batch_size, flatten_batch, move_batch, take_rows
 from trak_lite.data.datasets import HeldRows
@@ -147,7 +146,7 @@ class TRAKer:
         logger.setLevel(logging_level)
         self.model = model
         self.task = resolve_task(task)
-        self.train_set_size = _count(train_set_size=train_set_size)
+        self.train_set_size = positive_int(train_set_size=train_set_size)
         self.dtype = torch.float16 if use_half_precision else torch.float32
         self.lambda_reg = real_at_least(0.0, lambda_reg=lambda_reg)
         self.load_from_save_dir = load_from_save_dir
@@ -197,7 +196,7 @@ class TRAKer:
         if projector is None:
             projector = BasicProjector(
                 grad_dim=self.num_params_for_grad,
-                proj_dim=_count(proj_dim=proj_dim),
+                proj_dim=positive_int(proj_dim=proj_dim),
                 seed=self.proj_seed,
                 proj_type=ProjectionType.rademacher,
                 device=self.device,
@@ -231,7 +230,7 @@ class TRAKer:
         """
         self._require_open()
         self._train = None  # an error must not leave the cursor of another checkpoint
-        model_id = _id(model_id)
+        model_id = integer_at_least(0, model_id=model_id)
         digest = self._load(checkpoint)
         existing = self._workspace.table(tables.checkpoint_path(model_id))
         if existing is not None:
@@ -307,7 +306,7 @@ class TRAKer:
         """
         self._require_open()
         self._target = None
-        model_id, num_targets = _id(model_id), _count(num_targets=num_targets)
+        model_id, num_targets = integer_at_least(0, model_id=model_id), positive_int(num_targets=num_targets)
         train = self._train_table(model_id)
         if not self._grams().are_stored(train):
             raise StateError(
@@ -580,7 +579,7 @@ class TRAKer:
 
     def _ids(self, given: Iterable[int] | None) -> list[int]:
         if given is not None:
-            return [_id(model_id) for model_id in given]
+            return [integer_at_least(0, model_id=model_id) for model_id in given]
         return tables.checkpoint_ids(self._workspace.store())
 
     def _train_table(self, model_id: int) -> AbstractRowTable:
@@ -676,7 +675,7 @@ class _Cursor:
                 + ("neither." if inds is None else "both.")
             )
         if inds is None:
-            rows = self.position + np.arange(_count(num_samples=num_samples))
+            rows = self.position + np.arange(positive_int(num_samples=num_samples))
         else:
             rows = np.asarray(inds.cpu() if isinstance(inds, Tensor) else inds).reshape(-1)
             if not np.issubdtype(rows.dtype, np.integer):
@@ -748,22 +747,3 @@ def _name(exp_name: str) -> str:
 def _type_name(value: object) -> str:
     cls = value if isinstance(value, type) else type(value)
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _plain(value: Any) -> Any:
-    """Return an integer of NumPy or torch as an ``int``, and any other value unchanged."""
-    if isinstance(value, bool | int) or not hasattr(value, "__index__"):
-        return value
-    return operator.index(value)
-
-
-def _count(**named: Any) -> int:
-    ((name, value),) = named.items()
-    return positive_int(**{name: _plain(value)})
-
-
-def _id(model_id: Any) -> int:
-    value = _plain(model_id)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInputError(f"model_id must be an integer of at least 0, got {model_id!r}.")
-    return value

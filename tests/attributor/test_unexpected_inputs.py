@@ -148,6 +148,20 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         assert store.table_names() == ["ckpt-0"]
 
 
+@pytest.mark.quick
+def test_integers_of_numpy_are_those_of_python(tmp_path):
+    """The stores are the same: each opens the other's."""
+    found = []
+    for path, kind in ((tmp_path / "a.zarr", int), (tmp_path / "b.zarr", np.int64)):
+        for again in (kind, int):
+            made = attributor(path=path, proj_dim=again(6), seed=again(1), batch_size=again(3))
+            made.featurize(TRAIN)
+            scores = made.score(TRAIN, "lazy", dense=False, k=again(2))
+            streamed = made.stream_scores(TRAIN, TRAIN, method="GradDot", k=again(2))
+            found.append([s.top(again(2)).scores.tolist() for s in (scores, streamed)])
+    assert all(one == found[0] for one in found)
+
+
 SPARSE = r"sparse tensor \(torch.sparse_coo\) of shape .*to_dense\(\)"
 ROW_9 = r"^Row 9 of the train data: .*99"
 

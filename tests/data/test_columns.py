@@ -101,6 +101,60 @@ def test_a_missing_value_is_a_label(values, labels, value, found):
         assert np.flatnonzero(column.matches(value)).tolist() == found
 
 
+@pytest.mark.parametrize(("kind", "values", "labels"), [
+    ("string", ["web", None, "book"], ["None", "book", "web"]),
+    ("boolean", [True, None, False], ["False", "None", "True"]),
+    ("Int64", [3, None, 1], ["1.0", "3.0", "nan"]),
+    ("object", ["web", "NA", "book"], ["None", "book", "web"]),
+    ("object", [3, "NA", 1], ["1.0", "3.0", "nan"]),
+])  # fmt: skip
+def test_what_pandas_has_for_a_missing_value_is_missing(kind, values, labels):
+    pandas = pytest.importorskip("pandas")
+    given = pandas.Series([pandas.NA if value == "NA" else value for value in values], dtype=kind)
+    assert Column.of(given, 3, "values").texts == labels
+
+
+BIG = 2**60
+
+
+def masked(values):
+    return pytest.importorskip("pandas").Series(values, dtype="Int64")
+
+
+@pytest.mark.parametrize(
+    "form", [list, lambda values: np.array(values, object), masked], ids=["list", "objects", "masked"]
+)
+def test_integers_that_a_missing_value_would_change_are_refused(form):
+    with pytest.raises(InvalidInputError, match=rf"ids cannot hold the integer {BIG + 1}: .* as texts"):
+        Column.of(form([BIG, BIG + 1, None]), 3, "ids")
+    kept = Column.of(form([BIG, BIG + 256, None]), 3, "ids")
+    assert kept.labels[:2].tolist() == [BIG, BIG + 256]
+    assert Column.of(form([BIG, BIG + 1]), 2, "ids").labels.tolist() == [BIG, BIG + 1]
+
+
+@pytest.mark.parametrize(
+    "values", [[2**63 + 1, 5], [np.uint64(2**63 + 1), np.int64(5)], [2**53 + 1, 0.5], [10**400, None]]
+)
+def test_integers_that_other_numbers_would_change_are_refused(values):
+    with pytest.raises(InvalidInputError, match=f"ids cannot hold the integer {values[0]}: "):
+        Column.of(values, 2, "ids")
+
+
+def test_filters_compare_integers_and_floats_exactly():
+    integers, floats = (
+        Column.of([BIG - 1, BIG, BIG + 1], 3, "ids"),
+        Column.of([2.0**60, 0.5, np.nan], 3, "ids"),
+    )
+    for value in (BIG, float(BIG), np.float64(BIG), np.int64(BIG), torch.tensor(BIG), str(BIG)):
+        assert integers.matches(value).tolist() == [False, True, False]
+        assert floats.matches(value).tolist() == [True, False, False]
+    for value in (BIG + 1, np.int64(BIG + 1)):
+        assert integers.matches(value).tolist() == [False, False, True]
+        assert not floats.matches(value).any()
+    assert not integers.matches(0.5, float("nan"), float("inf"), None, "0.5", [BIG], 10**400).any()
+    assert not floats.matches(10**400, [0.5], None).any()
+
+
 def peak_of(call):
     tracemalloc.start()
     try:

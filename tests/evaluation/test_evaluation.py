@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import reference
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from late import Late
@@ -227,7 +228,7 @@ def test_the_loss_rise_is_after_minus_before_averaged_over_seeds():
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=0.1 * half)
 
 
-@pytest.mark.parametrize("k", [None, 30])
+@pytest.mark.parametrize("k", [None, 30, np.int64(30)])
 def test_detection_counts_what_is_wrong_among_the_k_most_suspicious_rows(k):
     rng = np.random.default_rng(0)
     wrong = rng.random(200) < 0.1
@@ -269,7 +270,10 @@ def test_bm25_is_its_formula_and_tokens_stand_for_their_text(settings):
     assert not expected[:, 1].any()
     tokens = {word: number for number, word in enumerate({w for t in (*TEXTS, *QUERIES) for w in words(t)})}
     coded = [[[tokens[word] for word in words(text)] for text in texts] for texts in (TEXTS, QUERIES)]
-    np.testing.assert_array_equal(evaluation.bm25(*coded, **settings), found)
+    tensors = [list(map(torch.tensor, texts)) for texts in coded]
+    arrays, lists = ([list(map(form, texts)) for texts in tensors] for form in (np.asarray, list))
+    for train, targets in (coded, tensors, arrays, lists, (coded[0], tensors[1])):
+        np.testing.assert_array_equal(evaluation.bm25(train, targets, **settings), found)
 
 
 # What is refused
@@ -322,6 +326,7 @@ INVALID = [
     (evaluation.target_loss_rise, {"": ([0.0], [0.0]), "confidence": 0.0},
      "confidence must lie between 0 and 1, got 0.0"),
     *((evaluation.bm25, {"": (texts, ["dog"])}, "no word in the train texts") for texts in ([], ["", "?"])),
+    *((evaluation.bm25, {"": (["dog"], [text])}, "list of tokens") for text in ([[1, 2]], torch.ones(1, 2), 1)),
 ]  # fmt: skip
 """Function, arguments (those by position under the empty name), and what is said."""
 

@@ -846,6 +846,33 @@ class TestEveryComputer(GradientComputerTests):
         return self.kind(model, task)
 
 
+Q_CHANGES = {
+    "wrong sign": torch.neg,
+    "mean of the batch": lambda q: q.mean().expand_as(q),
+    "size alone": torch.abs,
+}
+
+
+@pytest.mark.parametrize("change", Q_CHANGES.values(), ids=Q_CHANGES)
+@pytest.mark.parametrize("in_the_pass", [True, False])
+def test_the_kit_fails_for_another_q(change, in_the_pass):
+    class Wrong(FunctionalGradientComputer):
+        def stream_gradients(self, batch, sink):
+            terms = super().stream_gradients(batch, sink)
+            return terms._replace(out_to_loss_grad=change(terms.out_to_loss_grad)) if in_the_pass else terms
+
+        def compute_loss_grad(self, batch):
+            q = super().compute_loss_grad(batch)
+            return q if in_the_pass else change(q)
+
+    class Kit(GradientComputerTests):
+        def make_computer(self, model, task):
+            return Wrong(model, task)
+
+    with pytest.raises(AssertionError):
+        Kit().test_one_pass_gives_f_q_and_w_as_well()
+
+
 class TestAUsersRule(GradientRuleTests):
     """A layer that torch cannot see into, with the rule that its author wrote."""
 

@@ -94,7 +94,7 @@ def test_unrolled_scores_are_stored_and_verified_also_of_another_task(runs, sing
     )
     assert not np.allclose(gap.numpy(), single[0])
     asked = verify_run(gap, runs[0], TARGETS, budget=3)
-    assert asked.lds == verify_run(gap, runs[0], TARGETS, task=logit_gap, budget=3).lds
+    assert asked.lds == verify_run(gap, runs[0], TARGETS, task=logit_gap, budget=np.int64(3)).lds
     assert asked.lds != verify_run(gap, runs[0], TARGETS, task=TASK, budget=3).lds
 
 

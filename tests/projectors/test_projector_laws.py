@@ -123,6 +123,57 @@ class TestOtherProjectors(ProjectorTests):
         return made(self.name, proj_dim // 4, seed)
 
 
+class Signs(AbstractProjector):
+    """A matrix of signs of which a change of gradients or features makes another map."""
+
+    def __init__(self, proj_dim, seed, gradients=lambda grad: grad, features=lambda rows: rows):
+        super().__init__(0, proj_dim, seed, "rademacher", "cpu")
+        self.change_gradients, self.change_features = gradients, features
+
+    def project(self, grads, model_id):
+        changed = {key: self.change_gradients(DenseBlock(key, grad).dense()) for key, grad in grads.items()}
+        return self.change_features(
+            RademacherProjector(self.proj_dim, seed=self.seed).project(changed, model_id)
+        )
+
+
+def without_last(grad):
+    return grad * (torch.arange(grad.shape[1]) < grad.shape[1] - 1)
+
+
+def nan_for_zero(rows):
+    return torch.where(rows.any(1, keepdim=True), rows, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({}, []),
+        ({"gradients": without_last}, ["entries"]),
+        ({"gradients": lambda grad: torch.cat([2 * grad[:, :1], grad[:, 1:]], 1)}, ["entries"]),
+        ({"features": nan_for_zero}, ["zeros"]),
+    ],
+)
+def test_the_kit_fails_for_maps_that_ignore_or_weigh_entries_or_have_no_zero(change, fails):
+    class Kit(RandomProjectorTests):
+        num_seeds = 50
+
+        def make_projector(self, proj_dim, *, seed):
+            return Signs(proj_dim, seed, **change)
+
+    kit, failed = Kit(), []
+    laws = {
+        "entries": kit.test_inner_products_are_unbiased,
+        "zeros": lambda: kit.test_a_gradient_of_zeros_has_features_of_zeros(Signs(24, 0, **change)),
+    }
+    for name, law in laws.items():
+        try:
+            law()
+        except AssertionError:
+            failed.append(name)
+    assert failed == fails
+
+
 @pytest.mark.parametrize("name", ["countsketch", *(name for name in OTHERS if name != "none")])
 def test_inner_products_are_unbiased_over_the_row(name):
     """100 seeds: the mean error is within 4 standard errors; that of a sketched matrix has the variance of a vector."""

@@ -201,7 +201,7 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     expected = verify(scores, Training(), TARGETS, budget=3)
     assert attributor.model.training
     torch.testing.assert_close(dict(attributor.model.state_dict()), before, rtol=0, atol=0)
-    assert verify(scores, states, TARGETS, budget=3, train_id="states") == expected
+    assert verify(scores, states, TARGETS, budget=np.int64(3), train_id="states") == expected
     itself = Training(model=attributor.model)
     assert verify(scores, itself, TARGETS, budget=3, train_id="itself") == expected
     assert len(itself.calls) == 3

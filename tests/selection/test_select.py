@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from view_cases import drawn, samples
@@ -194,6 +196,28 @@ def test_proportional_quotas_are_largest_remainders():
     assert select(np.zeros((100, 1)), 8, "balanced", **some).groups.tolist() == ["a"] * 5 + ["b"] * 3
 
 
+DAYS = np.array(["2024-01-01", "2024-01-02"], "datetime64[ns]")
+
+
+@pytest.mark.parametrize(("pair", "quotas"), [
+    ([1.0, None], {1.0: 2, float("nan"): 1}),
+    ([1.0, None], {"1": 2, "nan": 1}),
+    ([7, 8], {"7": 1, 7.0: 1, 8: 1}),
+    ([True, None], {True: 2, None: 1}),
+    (["a", None], {"a": 2, "None": 1}),
+    (DAYS, dict(zip(DAYS, (2, 1), strict=True))),
+    (DAYS, {"2024-01-01": 2, datetime.date(2024, 1, 2): 1}),
+    (list(DAYS.astype("datetime64[D]").tolist()), {DAYS[0]: 2, "2024-01-02": 1}),
+], ids=str)  # fmt: skip
+def test_quotas_name_labels_as_filters_do(pair, quotas):
+    chosen = select(np.arange(6.0)[:, None], 3, "balanced", groups=[*pair] * 3, quotas=quotas)
+    assert chosen.indices.tolist() == [5, 4, 2]
+    assert sorted(chosen.settings["quotas"].values()) == [1, 2]
+    few = {label: 2 * count for label, count in quotas.items()}
+    with pytest.raises(InvalidInputError, match="from 0 to the number of rows with the label"):
+        select(np.arange(6.0)[:, None], 6, "balanced", groups=[*pair] * 3, quotas=few)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("sign", SIGNS)
 def test_greedy_maximises_its_objective_step_by_step(alpha, sign):
@@ -245,6 +269,38 @@ def test_the_pool_has_a_default_and_a_selection_among_some_rows_is_that_of_these
     assert some.indices.tolist() == np.flatnonzero(mask)[alone.indices].tolist()
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-30, 1e200, 1e307])
+def test_the_units_of_scores_and_features_do_not_matter(scale):
+    values, features = (np.random.default_rng(k).uniform(-1, 1, (30, 3)) for k in range(2))
+    expected = select(values, 8, "greedy", features=features)
+    for units in ((scale, 1.0), (1.0, scale)):
+        chosen = select(units[0] * values, 8, "greedy", features=units[1] * features)
+        assert chosen.indices.tolist() == expected.indices.tolist()
+        np.testing.assert_allclose(chosen.redundancy, expected.redundancy, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["top", "greedy"])
+def test_a_sum_beyond_float64_is_refused(method):
+    more = {"features": np.eye(3)} if method == "greedy" else {}
+    with pytest.raises(NonFiniteError, match=r"sum of the scores of train row 1 .* Divide all scores"):
+        select(np.array([[1.0, 1.0], [1e308, 1e308], [2.0, 2.0]]), 2, method, reduction="sum", **more)
+
+
+@pytest.mark.parametrize(
+    "form", [torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.double, torch.nn.Parameter]
+)
+def test_tensors_are_taken_as_their_values(form):
+    values = form(torch.arange(30.0).reshape(10, 3) % 7)
+    plain = np.array(values.tolist())
+    for method, more in (("top", {}), ("greedy", {"features": values})):
+        plain_more = {"features": plain} if more else {}
+        expected = select(plain, 4, method, **plain_more)
+        for k in (4, np.int64(4), np.uint8(4), torch.tensor(4)):
+            chosen = select(values, k, method, **more)
+            assert chosen.indices.tolist() == expected.indices.tolist()
+            np.testing.assert_array_equal(chosen.scores, expected.scores)
+
+
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
     scores, features = (
         np.lib.format.open_memmap(tmp_path / name, mode="w+", dtype=np.float32, shape=(400_000, width))
@@ -267,6 +323,9 @@ NAMED = {"source": [0] * 10}
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("k must be an integer of at least 1", "top", {"k": 0}),
     ("k must be an integer", "top", {"k": 2.0}),
+    ("k must be an integer", "top", {"k": np.float64(2)}),
+    ("k must be an integer", "top", {"k": True}),
+    ("k must be an integer", "top", {"k": np.int64(0)}),
     ("Did you mean 'less'", "lesss", {}),
     ("sign must be", "top", {"sign": "bad"}),
     ("reduction must be", "top", {"reduction": "median"}),

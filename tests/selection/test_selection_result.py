@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import numpy as np
@@ -39,7 +40,53 @@ def test_a_selection_survives_json(method, tmp_path):
     assert repr(after) == repr(before)
 
 
+DAYS = [datetime.date(2024, 1, 1), datetime.date(2025, 1, 2)]
+ISO = [str(day) for day in DAYS]
+LABEL_PAIRS = {
+    "missing numbers": ([1.5, None], [1.5, np.nan]),
+    "infinite numbers": ([np.inf, -np.inf], [np.inf, -np.inf]),
+    "float32": (np.array([0.1, 0.2], np.float32), np.array([0.1, 0.2], np.float32).astype(float)),
+    "large integers": ([2**63, 2**63 + 1], np.array([2**63, 2**63 + 1], np.uint64)),
+    "larger integers": ([2**70, 1], [str(2**70), "1"]),
+    "booleans": ([True, False], [True, False]),
+    "NULs": (["a\0", "a"], ["a\0", "a"]),
+    "surrogates": (["\udcff", "b"], ["\udcff", "b"]),
+    "texts of numbers": (["1", "nan"], ["1", "nan"]),
+    "bytes": ([b"a", b"b"], ["b'a'", "b'b'"]),
+    "days": (DAYS, ISO),
+    "years": (np.array(["2024", "2025"], "datetime64[Y]"), ["2024", "2025"]),
+    "durations": (np.array([1, 2], "timedelta64[s]"), ["1 seconds", "2 seconds"]),
+    **{unit: (np.array(ISO, f"datetime64[{unit}]"), ISO) for unit in ("D", "s", "us", "ns")},
+}
+"""Labels of two kinds of rows, and what is read again."""
+
+
+@pytest.mark.parametrize(("labels", "expected"), LABEL_PAIRS.values(), ids=LABEL_PAIRS)
+@pytest.mark.parametrize("kinds", [[0, 1], [0], [1]])
+def test_labels_of_every_type_survive_json(labels, expected, kinds, tmp_path):
+    order = np.arange(20) % 2
+    among = {"where": np.isin(order, kinds)}
+    groups = [labels[place] for place in order] if isinstance(labels, list) else labels[order]
+    before = select(SCORES, 8, "balanced", groups=groups, target_groups=[*groups[:3]], **among)
+    after = Selection.load(before.save(tmp_path / "chosen.json"))
+    kept = [repr(value.item() if isinstance(value, np.generic) else value) for value in expected]
+    assert list(map(repr, after.groups.tolist())) == [kept[row % 2] for row in before.indices]
+    assert {*map(repr, after.best_targets.tolist())} <= {*kept}
+    assert repr(after) == repr(before)
+
+
+def test_a_selection_that_could_not_be_read_again_is_not_written(tmp_path):
+    labels = [",[" * 60_000 + str(row) for row in range(20)]
+    with pytest.raises(InvalidInputError, match=r"labels of 20 rows are too long for JSON .* to_parquet"):
+        select(SCORES, 20, "balanced", groups=labels).save(tmp_path / "chosen.json")
+    assert not list(tmp_path.iterdir())
+
+
 CHANGES = [
+    lambda content: content.update(
+        kinds={"group": "V"}, columns={**content["columns"], "group": [[1, 2]] * 7}
+    ),
+    lambda content: content.update(kinds=[]),
     lambda content: content.update(version=3),
     lambda content: content.pop("columns"),
     lambda content: content["columns"]["row"].pop(),
@@ -54,8 +101,8 @@ CHANGES = [
 def test_files_that_contradict_themselves_are_refused(change, tmp_path):
     path = chosen().save(tmp_path / "chosen.json")
     content = json.loads(path.read_text())
-    del content["crc32c"]
-    content["version"] = 1  # files of this version have no checksum
+    del content["crc32c"], content["kinds"]
+    content["version"] = 1  # files of this version have no checksum and no kinds
     path.write_text(json.dumps(content))
     assert len(Selection.load(path)) == len(chosen())
     change(content)

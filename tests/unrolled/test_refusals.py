@@ -294,6 +294,38 @@ def test_derivatives_that_are_infinite_name_the_targets():
     assert np.isfinite(cases.replayed(cases.recipe(build, optimizer=Adam(lr=0.01)).train())).all()
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("factor", [None, "fast", [1.0, 2.0]])
+def test_a_schedule_that_returns_no_number_is_refused(factor):
+    made = cases.recipe(schedule=lambda step: factor)
+    with pytest.raises(InvalidInputError, match=r"schedule\(0\) returned .* Return a number"):
+        made.train()
+
+
+@pytest.mark.quick
+def test_a_loss_that_calls_parameters_is_told_what_they_are():
+    def penalised(model, batch, parameters):
+        return cases.loss(model, batch) + sum(p.square().sum() for p in parameters(model))
+
+    made = cases.recipe(loss_fn=lambda model, batch: penalised(model, batch, lambda m: m.parameters()))
+    with pytest.raises(
+        UnsupportedModelError, match=r"a dict of tensors by name: model\.parameters\.values\(\)"
+    ):
+        made.train()
+    cases.recipe(
+        loss_fn=lambda model, batch: penalised(model, batch, lambda m: m.parameters.values())
+    ).train()
+
+
+@pytest.mark.quick
+def test_integers_of_numpy_and_torch_are_those_of_python(tmp_path):
+    counts = {"batch_size": 4, "accumulate": 2, "epochs": 1, "seed": 3}
+    run = cases.recipe(**counts).train(tmp_path)
+    for kind in (np.int64, np.uint8, torch.tensor):
+        again = cases.recipe(**{name: kind(value) for name, value in counts.items()}).train(tmp_path)
+        assert again.digest == run.digest
+
+
 WITHOUT_ROWS = [
     lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
     lambda model, batch: model(batch[0]),
@@ -313,6 +345,11 @@ RECIPES = [
     ({"steps": 3}, "Give either epochs or steps"),
     ({"epochs": 0}, "epochs must be an integer"),
     ({"epochs": None, "steps": 0}, "steps must be an integer"),
+    ({"seed": 0.5}, "seed must be an integer"),
+    (
+        {"schedule": [1.0] * 6},
+        r"schedule must be a function of the step, from 0, got list\. .* factors\[step\]",
+    ),
     ({"clip_norm": 0.0}, "clip_norm must be above 0"),
     ({"clip_norm": -1.0}, "clip_norm"),
     ({"optimizer": torch.optim.SGD}, "optimizer must be an SGD, Adam or AdamW"),

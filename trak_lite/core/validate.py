@@ -24,20 +24,28 @@ _STRUCTURE = (b"[", b"{", b",", b":")
 
 
 def positive_int(**named: object) -> int:
-    """Return the one keyword value if it is an integer of at least 1.
+    """Return the one keyword value if it is an integer of at least 1, of any type, as a Python integer.
 
     Example:
-        >>> positive_int(proj_dim=512)
+        >>> positive_int(proj_dim=np.int64(512))
         512
         >>> positive_int(proj_dim=0)
         Traceback (most recent call last):
         ...
         trak_lite.errors.InvalidInputError: proj_dim must be an integer of at least 1, got 0.
     """
+    return integer_at_least(1, **named)
+
+
+def integer_at_least(minimum: int, **named: object) -> int:
+    """Return the one keyword value if it is an integer of at least ``minimum``, of any type, as a Python integer."""
     ((name, value),) = named.items()
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInputError(f"{name} must be an integer of at least 1, got {value!r}.")
-    return value
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)  # type: ignore[arg-type]
+            if number >= minimum:
+                return number
+    raise InvalidInputError(f"{name} must be an integer of at least {minimum}, got {value!r}.")
 
 
 def real_at_least(minimum: float, **named: object) -> float:

@@ -5,6 +5,7 @@ Shapes: N rows, G labels.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,14 +42,15 @@ class Column:
     def of(cls, values: ArrayLike, count: int, what: str) -> Self:
         """Number the labels of ``count`` rows.
 
-        A missing value (None, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of numbers.
+        A missing value (None, pandas' NA, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of
+        numbers. Integers that would change in float64, the type of numbers of several types, are refused.
         """
         given = _array_of(values, what)
         if given.shape != (count,):
             raise InvalidInputError(
                 f"{what} must hold one label for each of {count}, got an array of shape {given.shape}."
             )
-        given = _with_missing_labels(given)
+        given = _with_missing_labels(given, what)
         try:
             distinct, places = np.unique(given, return_inverse=True)
         except TypeError as error:
@@ -92,9 +94,8 @@ class Column:
             found |= np.array([text in wanted for text in self.texts], np.bool_)
         for value in values if kind in _NUMBERS else ():
             number = _number(value, float if kind == "f" else int)
-            is_nan = isinstance(number, float | np.floating) and np.isnan(number)
-            equal = np.isnan(self.labels) if is_nan else self.labels == number
-            found |= equal if np.shape(equal) == found.shape else False
+            if number is not None:
+                found |= np.isnan(self.labels) if number != number else self.labels == number
         return found[self.places]
 
 
@@ -208,19 +209,35 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
         given = list(values)
     has_texts = isinstance(given, list) and any(isinstance(value, str | bytes) for value in given)
     try:
-        return np.asarray(given, object if has_texts else None)
+        array = np.asarray(given, object if has_texts else None)
     except ValueError as error:
         raise InvalidInputError(
             f"{what} must hold one label for each row, got lists ({error}). Leave it out, such as with "
             "dataset.select_columns(names)."
         ) from error
+    are_floats = "float" in str(getattr(given, "dtype", "")).lower()  # not a list, nor integers with a mask
+    if array.dtype.kind == "f" and array.ndim == 1 and not are_floats:
+        _require_kept_integers(given, what)
+    return array
 
 
-def _with_missing_labels(given: NDArray[Any]) -> NDArray[Any]:
+def _require_kept_integers(values: Iterable[Any], what: str) -> None:
+    """Raise if an integer among some values would become another number, maybe that of another label, in float64."""
+    for value in values:
+        if isinstance(value, int | np.integer) and _number(value, float) is None:
+            raise InvalidInputError(
+                f"{what} cannot hold the integer {value}: beside a missing value, a fraction or an integer of another "
+                "type, labels become float64, where it is another number. Give the labels as texts, such as "
+                "list(map(str, labels))."
+            )
+
+
+def _with_missing_labels(given: NDArray[Any], what: str) -> NDArray[Any]:
     """Return labels in which missing values have a label of the type of the others, so that they can be sorted."""
     if given.dtype != object:
         return given
-    missing = np.array([value is None or (isinstance(value, float) and value != value) for value in given])
+    marks = (None, getattr(sys.modules.get("pandas"), "NA", None))
+    missing = np.array([v is marks[0] or v is marks[1] or (isinstance(v, float) and v != v) for v in given])
     kinds = {type(value) for value in given[~missing]}
     if not missing.any():
         return given
@@ -228,7 +245,10 @@ def _with_missing_labels(given: NDArray[Any]) -> NDArray[Any]:
         filled = given.copy()
         filled[~missing], filled[missing] = [str(value) for value in given[~missing]], str(None)
         return filled
-    return np.where(missing, np.nan, given).astype(np.float64) if kinds <= {int, float} else given
+    if not kinds <= {int, float}:
+        return given
+    _require_kept_integers(given, what)
+    return np.where(missing, np.nan, given).astype(np.float64)
 
 
 def short_texts(labels: NDArray[Any]) -> NDArray[Any]:
@@ -253,9 +273,11 @@ def _several(value: Any) -> Iterable[Any]:
     return list(np.asarray(value)) if getattr(value, "ndim", 0) else [value]
 
 
-def _number(value: Any, kind: type[int] | type[float]) -> Any:
-    """Return the number that a text shows; other values and other texts as they are."""
+def _number(value: Any, kind: type[int] | type[float]) -> int | float | None:
+    """Return the number that a value is, or that a text shows; ``None`` if it is none of this kind."""
     try:
-        return kind(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+        plain = value.item() if hasattr(value, "item") else value
+        number = kind(plain)
+        return number if isinstance(plain, str) or number == plain or number != number else None
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from trak_lite.errors import InvalidInputError
 
 Text = str | Sequence[Hashable]
-"""A text, which is split into lower-case words, or its tokens."""
+"""A text, which is split into lower-case words, or its tokens (also a one-dimensional array or tensor)."""
 
 
 def bm25(
@@ -37,13 +38,13 @@ def bm25(
         ``(N, M)``.
 
     Raises:
-        InvalidInputError: If there is no train text, or all are empty.
+        InvalidInputError: If there is no train text, all are empty, or one is neither text nor tokens.
 
     Example:
         >>> bm25(["the cat", "a dog", "the dog barks"], ["dog!"]).argmax(axis=0).tolist()
         [1]
     """
-    documents = [Counter(_tokens(text)) for text in train]
+    documents = [_counts(text) for text in train]
     lengths = np.array([document.total() for document in documents], dtype=np.float64)
     if not lengths.any():
         raise InvalidInputError("There is no word in the train texts. Give N texts, or their tokens.")
@@ -54,7 +55,7 @@ def bm25(
     norm = k1 * (1 - b + b * lengths / lengths.mean())
     scores = np.zeros((len(documents), len(targets)), np.float32)
     for column, target in enumerate(targets):
-        for token, repeats in Counter(_tokens(target)).items():
+        for token, repeats in _counts(target).items():
             rows = rows_of.get(token, [])
             counts = np.array([documents[row][token] for row in rows], dtype=np.float64)
             idf = np.log1p((len(documents) - len(rows) + 0.5) / (len(rows) + 0.5))
@@ -62,5 +63,18 @@ def bm25(
     return scores
 
 
-def _tokens(text: Text) -> Sequence[Hashable]:
-    return re.findall(r"\w+", text.lower()) if isinstance(text, str) else text
+def _counts(text: Text) -> Counter[Hashable]:
+    """Return how often each word or token occurs. A token in an array or a tensor is its number, which is hashed."""
+    tokens = re.findall(r"\w+", text.lower()) if isinstance(text, str) else _plain(text)
+    try:
+        return Counter(map(_plain, tokens))
+    except TypeError as error:
+        raise InvalidInputError(
+            f"A text must be a string or its tokens, one after the other, got {text!r:.100} ({error}). Give each text "
+            "as a string or as a list of tokens."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a tensor as lists or a number; other values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value

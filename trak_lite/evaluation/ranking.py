@@ -109,7 +109,7 @@ def mislabel_detection(
     area = auc(suspicion, mislabeled)  # checks both arrays
     flags = np.asarray(mislabeled).astype(np.bool_)
     count = int(flags.sum())
-    looked_at = count if k is None else k
+    looked_at = count if k is None else positive_int(k=k)
     precision = precision_at(looked_at, suspicion, flags)
     return MislabelDetection(area, precision, precision * looked_at / count, looked_at, count / len(flags))
 

@@ -45,8 +45,7 @@ def subset_masks(
         >>> subset_masks(6, 2, alpha=0.5, strata=[0, 0, 1, 1, 1, 1]).sum(axis=1).tolist()
         [3, 3]
     """
-    positive_int(num_rows=num_rows)
-    positive_int(num_subsets=num_subsets)
+    num_rows, num_subsets = positive_int(num_rows=num_rows), positive_int(num_subsets=num_subsets)
     size = round(alpha * num_rows) if 0.0 < alpha < 1.0 else 0
     if not 0 < size < num_rows:
         raise InvalidInputError(

@@ -118,7 +118,7 @@ def verify(
     """
     if calibrate:
         check_budget(budget, fewest=_FEWEST_FOR_CALIBRATION, where=" with calibrate=True")
-    check_budget(budget)
+    budget = check_budget(budget)
 
     def decide(retrain: Retrain, entries: ScoreEntries) -> dict[str, Any]:
         source = source_of_stored(entries.store, scores)
@@ -329,7 +329,7 @@ def verify_run(
         raise InvalidInputError(
             f"verify_run takes a TrainingRun (recipe.train(...)), got {type(run).__name__}. A train_fn is for verify."
         )
-    check_budget(budget)
+    budget = check_budget(budget)
     try:
         asked = scores.task if task is None else resolve_task(task)
     except StateError as error:
@@ -373,13 +373,14 @@ def verify_run(
     return verdict
 
 
-def check_budget(budget: int, *, fewest: int = 2, where: str = "") -> None:
-    """Raise if the number of subsets is too small, before the first training."""
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < fewest:
+def check_budget(budget: int, *, fewest: int = 2, where: str = "") -> int:
+    """Return the number of subsets; raise if it is too small, before the first training."""
+    if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < fewest:
         raise InvalidInputError(
             f"budget must be an integer of at least {fewest}{where}, got {budget!r}. Every subset costs one training "
             "per seed."
         )
+    return int(budget)
 
 
 def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any]) -> None:

@@ -52,8 +52,8 @@ def greedy(
     """
     units = [_unit_rows(rows) for rows in features]
     own = np.mean([np.einsum("pk,pk->p", rows, rows) for rows in units], axis=0)
-    scale = float(np.sqrt(np.mean(values**2))) or 1.0
-    worth = values / scale
+    values = np.ldexp(values, -_exponents(values))  # exact; squares would leave the range of float64
+    worth = values / (float(np.sqrt(np.mean(values**2))) or 1.0)
     left = own.copy()  # squared norm of each row that the chosen rows do not explain
     cholesky = np.empty((k, len(values)))
     order, redundancy = np.empty(k, np.int64), np.empty(k)
@@ -73,6 +73,12 @@ def greedy(
     return GreedyChoice(order, redundancy.clip(0.0, 1.0))
 
 
+def _exponents(values: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Return the exponent of 2 of the largest size of values, along the last axis."""
+    exponents: NDArray[np.int32] = np.frexp(np.abs(values).max(axis=-1, initial=0.0))[1]
+    return exponents
+
+
 def _unit_rows(rows: NDArray[Any]) -> NDArray[np.float64]:
     """Return the rows in float64 with norm 1; rows of zeros remain zero."""
     wide = np.asarray(rows, dtype=np.float64)
@@ -80,6 +86,7 @@ def _unit_rows(rows: NDArray[Any]) -> NDArray[np.float64]:
         raise NonFiniteError(
             "A feature of a candidate row is NaN or infinite. Featurize the train data again."
         )
+    wide = np.ldexp(wide, -_exponents(wide)[:, None])
     norms = np.linalg.norm(wide, axis=1, keepdims=True)
     units: NDArray[np.float64] = np.divide(wide, norms, out=np.zeros_like(wide), where=norms > 0)
     return units

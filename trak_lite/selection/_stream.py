@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, NonFiniteError
@@ -77,6 +78,16 @@ class Candidates(NamedTuple):
         return Candidates._make(map(np.concatenate, zip(self, other, strict=True)))
 
 
+def array_of(values: ArrayLike) -> NDArray[Any]:
+    """Return values as an array, those of a tensor detached; float32 takes the place of types that NumPy lacks."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        return (
+            values.float() if values.dtype.itemsize < 4 and values.is_floating_point() else values
+        ).numpy()
+    return np.asarray(values)
+
+
 def shape_of(scores: Scores | ArrayLike) -> tuple[int, int]:
     """Return ``(N, M)``."""
     if isinstance(scores, Scores):
@@ -112,7 +123,14 @@ def best_rows(
                 "scores of all rows; scores of stream_scores(k=...) or refine=... hold those of a few rows only. Use "
                 "scores without k and refine, or check the features and the kernel."
             )
-        values, strongest, means = targets.of(tile)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values, strongest, means = targets.of(tile)
+        beyond = rows[~np.isfinite(values)]
+        if len(beyond):
+            raise NonFiniteError(
+                f"The sum of the scores of train row {beyond[0]} over targets is beyond the range of float64. Divide "
+                "all scores by a constant."
+            )
         labels = np.zeros(len(tile), np.int64) if places is None else places[rows]
         best.add(Candidates(rows, values, strongest, means, labels))
     found = best.result()

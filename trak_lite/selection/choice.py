@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.validate import one_of, positive_int, real_at_least, some_of
-from trak_lite.data.columns import Column, Where, column_of, wanted_rows
+from trak_lite.data.columns import Column, Where, column_of, label_text, wanted_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.scoring.scores import Scores
 from trak_lite.selection._greedy import greedy
-from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, shape_of
+from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, array_of, best_rows, shape_of
 from trak_lite.selection.result import Selection
 
 Method = Literal["top", "less", "greedy", "balanced"]
@@ -64,7 +64,7 @@ def select(
     ``8 pool (C K + k)`` bytes for C checkpoints; none depends on N M.
 
     Args:
-        scores: Scores, or an array ``(N, M)`` (also a memory map), of which larger numbers are better.
+        scores: Scores, or an array or a tensor ``(N, M)`` (also a memory map), of which larger numbers are better.
         k: Number of rows; all rows are chosen if there are fewer than k, as by :meth:`trak_lite.Scores.top`.
         method: ``"top"``, ``"less"``, ``"greedy"`` or ``"balanced"``.
         sign: ``"harmful"`` negates all scores first, and chooses rows to remove: with the largest reduction a row is
@@ -77,7 +77,7 @@ def select(
             ``None`` uses the columns of the store.
         quotas: ``"equal"`` (the default) shares k equally, and labels with too few rows leave the rest to the others;
             ``"proportional"`` keeps the shares of the labels in the train rows; a mapping gives the number of rows of
-            each label.
+            each label, which it names by value or text, as ``where`` does.
         features: ``(N, K)`` features for ``"greedy"``, such as embeddings; ``None`` reads the stored rows of the scores
             (of all checkpoints, whose cosines are averaged).
         diversity: alpha of ``"greedy"``, at least 0; ``None`` is 1.
@@ -111,6 +111,7 @@ def select(
     factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
     chosen_reduction = REDUCTIONS[method] if reduction is None else reduction
     one_of(("mean", "sum", "max"), reduction=chosen_reduction)
+    scores = scores if isinstance(scores, Scores) else array_of(scores)
     num_rows, num_targets = shape_of(scores)
     wanted = None
     if where is not None:
@@ -161,7 +162,9 @@ def _balanced(
     quotas = "equal" if quotas is None else quotas
     counts = _quotas_of(groups if wanted is None else groups.take(np.flatnonzero(wanted)), k, quotas)
     rows = best(counts, groups.places)
-    named = quotas if isinstance(quotas, str) else {str(label): int(n) for label, n in quotas.items()}
+    named: Any = quotas
+    if not isinstance(quotas, str):
+        named = {text: count for text, count in zip(groups.texts, counts.tolist(), strict=True) if count}
     return rows, {"groups": groups.labels[rows.places]}, {"quotas": named}
 
 
@@ -202,14 +205,17 @@ def _proportional(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
 
 
 def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int64]:
-    sizes = dict(zip(groups.labels.tolist(), groups.sizes.tolist(), strict=True))
-    wrong = [
-        f"{label!r}: {count!r} of {sizes.get(label, 0)}"
-        for label, count in quotas.items()
-        if isinstance(count, bool)
-        or not isinstance(count, int | np.integer)
-        or not 0 <= count <= sizes.get(label, 0)
-    ]
+    each = Column(groups.labels, np.arange(len(groups.labels)))
+    texts = {} if each.labels.dtype.kind in "iuf" else {text: place for place, text in enumerate(each.texts)}
+    taken, wrong = np.zeros_like(groups.sizes), []
+    for label, count in quotas.items():
+        place = texts.get(label_text(label))
+        places = np.flatnonzero(each.matches(label)) if place is None else np.array([place])
+        left = int((groups.sizes - taken)[places].sum())
+        if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= left:
+            wrong.append(f"{label!r}: {count!r} of {left}")
+        else:
+            taken[places] += count
     if wrong:
         raise InvalidInputError(
             f"quotas must be whole numbers from 0 to the number of rows with the label, got {some_of(wrong)}."
@@ -217,7 +223,7 @@ def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int6
     total = sum(quotas.values())
     if total != k:
         raise InvalidInputError(f"quotas add up to {total}, and k is {k}. Make them equal.")
-    return np.array([quotas.get(label, 0) for label in sizes], dtype=np.int64)
+    return taken
 
 
 def _greedy(
@@ -292,7 +298,7 @@ def _feature_reader(
             "method='greedy' needs features of the rows, and an array of scores has none. Give features (N, K), such "
             "as embeddings."
         )
-    given = np.asarray(features)
+    given = array_of(features)
     if given.ndim != 2 or len(given) != num_rows or given.dtype.kind not in "iuf":
         raise InvalidInputError(
             f"features must be real numbers ({num_rows}, K), got {given.dtype} of shape {given.shape}."

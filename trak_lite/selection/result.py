@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.validate import parse_json
+from trak_lite.data.columns import label_text, short_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
 from trak_lite.report.page import notebook_table
 from trak_lite.scoring.frames import DataFrame, frame, write_parquet
@@ -32,7 +34,10 @@ _FIELDS: Final = {
     "redundancy": "redundancy",
 }
 """Fields of a selection by the names of their columns."""
-_TYPES: Final = {"row": "int64", "score": "float64", "best_score": "float64", "redundancy": "float64"}
+_TYPES: Final = {"row": "i", "score": "f", "best_score": "f", "redundancy": "f"}
+"""Kinds of the columns that are not labels."""
+_NUMBERS: Final[dict[str, Any]] = {"b": np.bool_, "i": np.int64, "u": np.uint64, "f": np.float64}
+"""Dtypes that are read by kind; labels of another kind are texts in a file."""
 
 
 @final
@@ -144,18 +149,29 @@ class Selection:
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the selection to a JSON file and return its path.
 
+        Labels are read again as the booleans, integers (64 bits), floats (64 bits) or texts that they are; others, such
+        as dates, as their texts, which ``where`` and ``quotas`` take for them.
+
         Raises:
-            InvalidInputError: If more than 250,000 rows were chosen: use :meth:`to_parquet`.
+            InvalidInputError: If more than 250,000 rows were chosen, or labels are very long: use :meth:`to_parquet`.
         """
         if len(self) > _JSON_ROWS:
             raise InvalidInputError(
                 f"{len(self)} rows are too many for JSON (at most {_JSON_ROWS}). Use to_parquet(path)."
             )
-        columns = {name: values.tolist() for name, values in self._columns().items()}
+        columns = {name: _plain(values) for name, values in self._columns().items()}
+        kinds = {name: values.dtype.kind for name, values in self._columns().items()}
         content = {SEAL: BLANK, "version": _VERSION, "num_rows": self.num_rows}
-        content |= {"settings": self.settings, "columns": columns}
+        content |= {"settings": self.settings, "columns": columns, "kinds": kinds}
+        text = json.dumps(content, allow_nan=False) + "\n"
+        try:
+            parse_json(text.encode())
+        except ValueError as error:
+            raise InvalidInputError(
+                f"The labels of {len(self)} rows are too long for JSON ({error}). Use to_parquet(path)."
+            ) from error
         out = Path(path)
-        out.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
         seal(str(out.resolve()), _SEALED_AS)
         return out
 
@@ -183,7 +199,8 @@ class Selection:
     def _of(cls, content: Any) -> Self:
         """Return the selection in the content of a file; raise ``ValueError`` if it contradicts itself."""
         given = content["columns"].items()
-        columns = {name: np.array(values, dtype=_TYPES.get(name)) for name, values in given}
+        kinds = content.get("kinds", {}) | _TYPES
+        columns = {name: _array(values, kinds.get(name, "")) for name, values in given}
         rows, num_rows = columns["row"], int(content["num_rows"])
         if content["version"] not in (_UNSEALED, _VERSION):
             raise ValueError(f"version {content['version']!r} instead of {_VERSION}")
@@ -199,7 +216,22 @@ class Selection:
         return {name: values for name, values in columns.items() if values is not None}
 
     def _first(self) -> list[tuple[Any, ...]]:
-        return list(zip(*(values[:_SHOWN].tolist() for values in self._columns().values()), strict=True))
+        return list(zip(*(_plain(values[:_SHOWN]) for values in self._columns().values()), strict=True))
+
+
+def _plain(values: NDArray[Any]) -> list[Any]:
+    """Return a column as JSON values. Dates and the like are texts, and so are floats that are not finite."""
+    if values.dtype.kind not in _NUMBERS:
+        return list(map(label_text, values))
+    numbers = values.astype(_NUMBERS[values.dtype.kind]).tolist()
+    return [number if math.isfinite(number) else str(number) for number in numbers]
+
+
+def _array(values: list[Any], kind: str) -> NDArray[Any]:
+    """Return the column that :func:`_plain` made from an array of a kind of dtypes; a file may lack it (``""``)."""
+    if not kind or kind in _NUMBERS:
+        return np.array(values, dtype=_NUMBERS.get(kind))
+    return short_texts(np.array(values, object))
 
 
 def _text(value: Any) -> str:

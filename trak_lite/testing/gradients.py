@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.gradient_computers import AbstractGradientComputer, HookGradientComputer, collect_gradients
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
-from trak_lite.types import Batch
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.types import Batch, OutputTerms
 
 
 class GradientComputerTests(ABC):
-    """Laws of every gradient computer: row i is the gradient of sample i, and the model is unchanged afterwards."""
+    """Laws of every gradient computer: row i is the gradient of sample i, q is the task's, the model is unchanged."""
 
     @abstractmethod
     def make_computer(self, model: nn.Module, task: AbstractModelOutput) -> AbstractGradientComputer:
@@ -60,14 +60,17 @@ class GradientComputerTests(ABC):
         """The parameter is not left out, and no error is raised."""
         assert not self._gradients(_network(), _images(3))["ignored"].any()
 
-    def test_one_pass_gives_f_as_well(self) -> None:
-        """The terms have one number per sample, without a graph."""
+    def test_one_pass_gives_f_q_and_w_as_well(self) -> None:
+        """The terms are those of the task: one number per sample, without a graph. q alone is the same."""
         model, batch = _network(), _images(3)
+        computer, f = self.make_computer(model, _TASK), _output(ModelCall(model), batch).detach()
 
-        terms = self.make_computer(model, _TASK).stream_gradients(batch, lambda _: None)
+        terms = computer.stream_gradients(batch, lambda _: None)
 
-        torch.testing.assert_close(terms.output, _output(ModelCall(model), batch).detach())
-        assert all(term.shape == (3,) and not term.requires_grad for term in terms)
+        for term, expected in zip(terms, (f, -(f**3) / 3, f**2), strict=True):
+            torch.testing.assert_close(term, expected)
+            assert not term.requires_grad
+        torch.testing.assert_close(computer.compute_loss_grad(batch).reshape(-1), terms.out_to_loss_grad)
 
     def test_the_model_comes_back_as_it_was(self) -> None:
         """Weights, flags, mode, hooks and ``.grad`` are untouched."""
@@ -179,7 +182,16 @@ def _output(call: ModelCall, batch: Any) -> Tensor:
     return total
 
 
-_TASK = resolve_task(_output)
+class _FourthPower(AbstractModelOutput):
+    """L is the fourth power of f, divided by 12; q and w differ by sample, q in its sign as well."""
+
+    def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
+        f = _output(model_call, batch)
+        value = f.detach()
+        return OutputTerms(f, -(value**3) / 3, value**2)
+
+
+_TASK = _FourthPower()
 
 
 def _by_loop(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

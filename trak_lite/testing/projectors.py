@@ -115,6 +115,14 @@ class ProjectorTests(ABC):
 
         _assert_close(_accumulate(projector, some), _project(projector, zero))
 
+    def test_a_gradient_of_zeros_has_features_of_zeros(self, projector: AbstractProjector) -> None:
+        """Also among other samples."""
+        grads = _gradients(0)
+        for grad in grads.values():
+            grad[2] = 0.0
+
+        assert _project(projector, grads).any(1).tolist() == [row != 2 for row in range(_NUM_SAMPLES)]
+
     def test_project_gives_what_the_accumulator_gives(self, projector: AbstractProjector) -> None:
         grads = _gradients(0)
 
@@ -159,20 +167,28 @@ class RandomProjectorTests(ProjectorTests):
         return 1.0
 
     def test_inner_products_are_unbiased(self) -> None:
-        """Test <phi x, phi y>, ||phi x||^2 and ||phi y||^2 over many seeds.
+        """Test <phi x, phi y>, ||phi x||^2, ||phi y||^2 and the ||phi e||^2 of every entry e alone over many seeds.
 
         The mean is within 4 standard errors of the true value; the variance is at most that of a dense Gaussian matrix.
+        The mean of an entry alone is within 5 standard errors of such a matrix, so no entry is ignored.
         """
         x, y = _gradients(0, 1), _gradients(1, 1)
         y = {name: grad + 0.7 * x[name] for name, grad in y.items()}
         both = {name: torch.cat([x[name], y[name]]) for name in x}
         flat = torch.cat([grad.reshape(2, -1) for grad in both.values()], 1)
         true = flat @ flat.T
+        sizes = [math.prod(shape) for shape in _SHAPES.values()]
+        units = torch.split(torch.eye(sum(sizes), dtype=torch.float64), sizes, 1)
+        rows = {
+            name: torch.cat([both[name], unit.reshape(-1, *shape)])
+            for (name, shape), unit in zip(_SHAPES.items(), units, strict=True)
+        }
         proj_dim, gain = 16, self.gain(16)
-        products = []
+        products, alone = [], []
         for seed in range(self.num_seeds):
-            features = self.make_projector(proj_dim, seed=seed).project(both, 0).double()
-            products.append(features @ features.T / gain)
+            features = self.make_projector(proj_dim, seed=seed).project(rows, 0).double()
+            products.append(features[:2] @ features[:2].T / gain)
+            alone.append(features[2:].square().sum(1) / gain)
 
         errors = torch.stack(products) - true
         standard_error = errors.std(0) / math.sqrt(self.num_seeds)
@@ -181,6 +197,8 @@ class RandomProjectorTests(ProjectorTests):
         gaussian = (norms[:, None] * norms[None, :] + true.square()) / proj_dim
         slack = 1 + 5 * math.sqrt(2 / self.num_seeds)  # the variance of a variance, at 5 standard errors
         assert bool((errors.var(0) < slack * gaussian).all())
+        entries = torch.stack(alone).mean(0)
+        assert bool(((entries - 1).abs() < 5 * math.sqrt(2 / (proj_dim * self.num_seeds))).all()), entries
 
     def test_inner_products_obey_the_johnson_lindenstrauss_bound(self) -> None:
         """For all pairs of 24 vectors and 5 seeds, the error at K = 1024 is at most 0.35 |x||y|.

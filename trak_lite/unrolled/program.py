@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.devices import forked_rng, full_float32, switched_off
-from trak_lite.core.validate import positive_int, real_at_least
+from trak_lite.core.validate import integer, positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of, spread_rows
 from trak_lite.errors import (
@@ -107,13 +107,18 @@ class TrainingSettings:
     steps: change it with everything that the training depends on."""
 
     def __post_init__(self) -> None:
-        positive_int(batch_size=self.batch_size)
-        positive_int(accumulate=self.accumulate)
         if (self.epochs is None) == (self.steps is None):
             raise InvalidInputError(
                 f"Give either epochs or steps, got epochs={self.epochs}, steps={self.steps}."
             )
-        positive_int(**({"steps": self.steps} if self.epochs is None else {"epochs": self.epochs}))
+        counts = ("batch_size", "accumulate", "steps" if self.epochs is None else "epochs")
+        for name, check in {**dict.fromkeys(counts, positive_int), "seed": integer}.items():
+            object.__setattr__(self, name, check(**{name: getattr(self, name)}))
+        if not (self.schedule is None or callable(self.schedule)):
+            raise InvalidInputError(
+                f"schedule must be a function of the step, from 0, got {type(self.schedule).__name__}. For a list of "
+                "factors give schedule=lambda step: factors[step]."
+            )
         if self.clip_norm is not None and real_at_least(0.0, clip_norm=self.clip_norm) == 0:
             raise InvalidInputError("clip_norm must be above 0; None does not clip.")
         if not isinstance(self.optimizer, AbstractOptimizer):
@@ -261,7 +266,7 @@ class Program:
         return {name: scale * g for name, g in gradients.items()}
 
     def _optimized(self, state: State, gradients: Named, number: int) -> State:
-        factor = 1.0 if self.recipe.schedule is None else float(self.recipe.schedule(number))
+        factor = rate_factor(self.recipe, number)
         found = self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
         return State(*tree_map(Tensor.contiguous, tuple(found)))
 
@@ -459,6 +464,17 @@ def repeatable(device: torch.device) -> Iterator[None]:
         yield
 
 
+def rate_factor(recipe: TrainingSettings, number: int) -> float:
+    """Return the factor of the learning rate at a step."""
+    factor = 1.0 if recipe.schedule is None else recipe.schedule(number)
+    try:
+        return float(factor)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"schedule({number}) returned {factor!r:.100}. Return a number: the factor of the learning rate at a step."
+        ) from error
+
+
 @contextmanager
 def naming_failures(model: nn.Module, doing: str, advice: str = "") -> Iterator[None]:
     """Raise UnsupportedModelError that names the operation if torch cannot do something with a model."""
@@ -468,6 +484,8 @@ def naming_failures(model: nn.Module, doing: str, advice: str = "") -> Iterator[
         raise
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
+        if "'dict' object is not callable" in str(error):
+            advice += " In a loss or a task, model.parameters is a dict of tensors by name: model.parameters.values()."
         raise UnsupportedModelError(
             f"torch cannot {doing} {type(model).__name__} ({type(error).__name__}: {error!s:.300}).{advice}"
         ) from error

@@ -101,9 +101,7 @@ def unrolled(
     trained_on = {canonical_json(run.fingerprint["data"]) for run in given}
     if len(trained_on) != 1 or len({run.digest for run in given}) < len(given):
         raise InvalidInputError("Pass one run, or different runs (with other seeds) on the same train data.")
-    positive_int(max_bytes=max_bytes)
-    if block is not None:
-        positive_int(block=block)
+    max_bytes, block = positive_int(max_bytes=max_bytes), None if block is None else positive_int(block=block)
     check_name(name, what="target set")
     data, resolved = rows_of(targets, what="the targets"), resolve_task(task)
     replay = partial(Replay, task=resolved, targets=data, max_bytes=max_bytes, progress=progress)

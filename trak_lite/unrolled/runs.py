@@ -43,6 +43,7 @@ from trak_lite.unrolled.program import (
     Program,
     TrainingSettings,
     naming_failures,
+    rate_factor,
     repeatable,
 )
 from trak_lite.unrolled.states import StateFiles
@@ -474,8 +475,8 @@ def _changed(first: int, last: int, apart: float) -> str:
 
 def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
     """Return JSON values that are stored with a run beside its fingerprint: what tells later changes."""
-    schedule = recipe.schedule
-    factors = [] if schedule is None else [float(schedule(number)) for number in range(recipe.num_steps)]
+    numbers = range(0 if recipe.schedule is None else recipe.num_steps)
+    factors = [rate_factor(recipe, number) for number in numbers]
     return {"schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(), "conditions": conditions()}
 
 
