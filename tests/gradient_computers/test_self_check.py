@@ -145,6 +145,37 @@ def test_no_computer_gives_what_the_backward_pass_of_one_sample_gets_wrong(dtype
         collect_gradients(IterativeGradientComputer(model, SQUARES), (x,))
 
 
+def attends_to_pixels(s, x):
+    tokens = s.bn(s.conv(x)).flatten(2).permute(0, 2, 1)  # (B, pixels, channels), as in CvT
+    tokens = torch.cat([s.token.expand(len(x), -1, -1), tokens], 1)
+    return (torch.softmax(tokens @ tokens.transpose(1, 2), -1) @ tokens)[:, 0]
+
+
+def test_a_batch_of_one_that_torch_gets_wrong_is_not_called_mixed():
+    """Rows of larger batches are right, and a last batch of one is refused with what helps."""
+    torch.manual_seed(0)
+    conv, token = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Parameter(torch.randn(1, 1, 8))
+    model = Model(attends_to_pixels, conv=conv, bn=nn.BatchNorm2d(8), token=token).eval()
+    x = torch.randn(4, 8, 2, 2)
+    twice = torch.cat([x, x])  # no sample is alone
+    expected = {
+        name: rows[:4]
+        for name, rows in collect_gradients(FunctionalGradientComputer(model, SQUARES), (twice,)).items()
+    }
+    close(HookGradientComputer(model, SQUARES), (x,), expected, 1e-4)
+    close(
+        FunctionalGradientComputer(model, SQUARES),
+        (x[:1],),
+        {name: rows[:1] for name, rows in expected.items()},
+        1e-4,
+    )
+    plain = collect_gradients(HookGradientComputer(model, SQUARES, self_check=False), (x[:1],))
+    if all(torch.allclose(plain[name], rows[:1], rtol=1e-4, atol=1e-5) for name, rows in expected.items()):
+        return  # a torch that has this mended
+    with pytest.raises(UnsupportedModelError, match=r"pass over one sample is wrong here.*other batch sizes"):
+        collect_gradients(HookGradientComputer(model, SQUARES), (x[:1],))
+
+
 @torch.library.custom_op("trak_lite_tests::by_columns", mutates_args=())
 def by_columns(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product whose kernel takes a right factor that lies column by column, as scaled products do."""

@@ -321,6 +321,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Return a part of a batch with some samples that shows as much of their gradients, and their places in it."""
         return batch, list(positions)
 
+    def advice_for(self, count: int) -> str:
+        """Return the end of the message of a failed self-check of a batch of so many samples."""
+        return self.advice
+
     def _unchecked(self) -> Self:
         self.undo_passes()
         again = copy.copy(self)

@@ -18,7 +18,7 @@ from trak_lite.errors import InvalidInputError, summary
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.gradient_computers.randomness import MIXES
-from trak_lite.gradient_computers.reference import naming_graph_failures
+from trak_lite.gradient_computers.reference import WRONG_ALONE, naming_graph_failures
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 
@@ -33,9 +33,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
     """
 
     advice = (
-        "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as "
-        "a channels-last one that batch normalisation reads. Call contiguous() on it in the model. Use "
-        "HookGradientComputer (gradient_computer='hook') or FunctionalGradientComputer ('functional') otherwise."
+        f"{WRONG_ALONE}. Use HookGradientComputer (gradient_computer='hook') or FunctionalGradientComputer "
+        "('functional') otherwise."
     )
 
     _takes_samples_alone: ClassVar[bool] = True

@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ from trak_lite.types import Batch, OutputTerms
 
 _MOST_FLOAT64_BYTES = 1 << 30
 """Largest size of the temporary float64 copy of parameters and buffers."""
+WRONG_ALONE: Final = (
+    "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as a "
+    "channels-last one that batch normalisation reads. Call contiguous() on it in the model"
+)
+"""Why the gradient of a batch of one differs from that of contiguous copies."""
 
 
 class CheckedComputer(Protocol):
@@ -42,8 +47,9 @@ class CheckedComputer(Protocol):
     model: nn.Module
     autocast_dtype: torch.dtype | None
     float32_products: Float32Products
-    advice: ClassVar[str]
-    """End of the error message: the likely cause, and an alternative."""
+
+    def advice_for(self, count: int, /) -> str:
+        """Return the end of the error message for a batch of so many samples: the likely cause, and an alternative."""
 
     def terms(self, batch: Batch, /) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph."""

@@ -558,7 +558,7 @@ def _refuse(computer: CheckedComputer, batch: Batch, differences: _Differences, 
         raise SelfCheckError(
             f"The self-check failed: the gradient of {name!r} differs from autograd's on one sample alone by "
             f"{known.error:.3g}, where its norm is {known.norm:.3g}. Expected equality up to rounding. "
-            f"{computer.advice}"
+            f"{computer.advice_for(batch_size(batch))}"
         )
 
 

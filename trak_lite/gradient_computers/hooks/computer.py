@@ -36,7 +36,7 @@ from trak_lite.gradient_computers.parameters import (
 )
 from trak_lite.gradient_computers.randomness import depends_on_batch, outputs_of, refusal_of_mixing
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
-from trak_lite.gradient_computers.reference import SeenDtypes, fits_in_float64
+from trak_lite.gradient_computers.reference import WRONG_ALONE, SeenDtypes, fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.self_check import (
     MixedSamplesError,
@@ -162,6 +162,12 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._plans.clear()  # a plan depends on the weights: zero weights hide which sample a row belongs to
         self._paths.clear()
         self._sharded = None
+
+    def advice_for(self, count: int) -> str:
+        """Return the end of the message of a failed self-check; see the base class."""
+        if count > 1:
+            return self.advice
+        return f"{WRONG_ALONE}, use other batch sizes, which leave no row alone, or gradient_computer='functional'."
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield one computer without self-check for the whole batch, because its samples may be mixed."""
