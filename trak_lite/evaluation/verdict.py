@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import printable
-from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
+from trak_lite.evaluation.datamodeling import FEWEST_SUBSETS, LinearDatamodelingScore, ScoreDifference
 
 _SHOWN: Final = 10
 """Largest number of lines of a table in a notebook."""
@@ -147,6 +147,11 @@ class Verdict(_Stored):
     @property
     def conclusion(self) -> str:
         """What follows from the intervals, in a sentence."""
+        if self.num_subsets < FEWEST_SUBSETS:
+            return (
+                f"Nothing follows from {self.num_subsets} subsets, whose order can be right by chance: do not act on "
+                f"these scores. Use at least {FEWEST_SUBSETS} subsets, better 10 (budget=)."
+            )
         if self.lds.low <= 0:
             return (
                 "No proven relation to retraining: do not act on these scores. Use more subsets (budget=), and more "
