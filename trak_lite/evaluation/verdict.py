@@ -218,16 +218,20 @@ class OneRunVerdict(_Stored):
             f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
             f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
         ]
-        lines += [f"{share:.0%} left out: LDS {found}" for share, found in self.lds]
+        lines += [f"{_percent(share)} left out: LDS {found}" for share, found in self.lds]
         return printable("\n".join(lines))
 
     def _repr_html_(self) -> str:
         return _html(
             "LDS, the same run",
             ("left out", "LDS"),
-            [(f"{share:.0%}", str(found)) for share, found in self.lds],
+            [(_percent(share), str(found)) for share, found in self.lds],
             notes=[str(self).partition("\n")[0]],
         )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
 
 
 def _html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, notes: Sequence[str]) -> str:

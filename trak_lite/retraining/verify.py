@@ -302,11 +302,11 @@ def verify_run(
 ) -> OneRunVerdict:
     """Test scores against repetitions of one run, with the same seed and batches, without random rows.
 
-    The run of a :class:`~trak_lite.unrolled.Recipe` is repeated without 1, 5, 10 and 50 % of the rows. This asks what
-    leaving rows out changes in this run, which scores of :func:`~trak_lite.unrolled.unrolled` answer;
-    :func:`~trak_lite.verify` asks what it changes on average over seeds. The verdict is stored with the scores, if
-    these are stored. The repetitions are stored in the folder of the run: a second call trains one of each share again,
-    to compare it.
+    The run of a :class:`~trak_lite.unrolled.Recipe` is repeated without 1, 5, 10 and 50 % of the rows, rounded to whole
+    rows; the verdict has the shares that these are, each once. This asks what leaving rows out changes in this run,
+    which scores of :func:`~trak_lite.unrolled.unrolled` answer; :func:`~trak_lite.verify` asks what it changes on
+    average over seeds. The verdict is stored with the scores, if these are stored. The repetitions are stored in the
+    folder of the run: a second call trains one of each share again, to compare it.
 
     Args:
         scores: Scores of any method that were made with the model and the train rows of the run.
@@ -322,7 +322,7 @@ def verify_run(
 
     Raises:
         InvalidInputError: If the budget is too small, scores, run and targets differ in size, the scores were made from
-            other train rows or with another architecture than the run, or a share leaves out no row.
+            other train rows or with another architecture than the run, or the run has one row.
         ManifestMismatchError: If scores of a replay belong to other targets, another task, other data or another model,
             or the training has changed since.
         RetrainingError: If a training fails; names subset and seed.
@@ -353,11 +353,10 @@ def verify_run(
     if folder is not None:
         refuse_links(str(folder))
     found = []
-    for share in _LEFT_OUT:
-        left_out = max(1, round(share * num_rows))
+    for left_out in dict.fromkeys(max(1, round(share * num_rows)) for share in _LEFT_OUT):
         if left_out >= num_rows:
             raise InvalidInputError(
-                f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
+                f"verify_run leaves out at least one row, but not all, and the run has {num_rows}. Train on more rows."
             )
         masks = ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=subset_seed)
         retrained = retrain_run(
@@ -369,7 +368,7 @@ def verify_run(
         )
         predicted = summed_over(scores, masks)
         ((lds,), _) = bootstrapped_scores([predicted], retrained.mean, confidence)
-        found.append((share, Estimate.of(lds)))
+        found.append((left_out / num_rows, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict
