@@ -275,6 +275,23 @@ def test_no_trial_is_a_copy_of_another(tmp_path):
     assert len(np.unique(trials.predicted.round(5), axis=0)) == 24
 
 
+@pytest.mark.parametrize("num_rows", [8, 20, 60])
+def test_no_trial_of_few_rows_is_a_copy_of_another(num_rows):
+    """Sizes of small shares coincide, and of 8 or 20 rows there are no 24 sets of one row."""
+    rows, calls = DATA.tensors[0][:num_rows], []
+    made = Attributor(model(weights(np.arange(num_rows))), "regression", None)
+    made.featurize(TensorDataset(rows, DATA.tensors[1][:num_rows]))
+
+    def train(kept, seed):
+        calls.append(tuple(np.setdiff1d(np.arange(num_rows), kept).tolist()))
+        return model(weights(kept))
+
+    trials = try_removals(made.score(ASKED), train, ASKED, shares=(0.01, 0.02, 0.05, 0.1, 0.4))
+    assert len(set(calls[5:])) == len(calls[5:]) == len(trials) == 60
+    assert max(map(len, calls)) == round(0.4 * num_rows)
+    assert trials.shares.tolist() == [len(removed) / num_rows for removed in calls[5:]]
+
+
 def test_intervals_cover_removals_of_other_sets(tried):
     """Random sets, a source, the rows that are most helpful for a target; the noise of seeds is in them."""
     rng, training, covered = np.random.default_rng(5), Training(), []
@@ -359,6 +376,10 @@ SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
         ({"budget": 8}, f"{FEW}8 and 5"),
         ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
         ({"shares": (0.0, 0.1)}, SHARES),
+        (
+            {"shares": (0.01,), "budget": 121},
+            "at most 120, the number of sets of at most 1 of 120 train rows, got 121",
+        ),
         ({"shares": ()}, "shares must lie between 0 and 1"),
         ({"groups": "author"}, "author"),
         ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),

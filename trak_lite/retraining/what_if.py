@@ -5,6 +5,8 @@ Shapes: N train rows, M targets, J trials, R seeds.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -249,7 +251,8 @@ def try_removals(
         targets: The targets that were scored.
         budget: Number of sets; each is trained without once per seed. At the default level an interval needs 9 trials
             that resemble the set, and 60 give them for most sets. More make the intervals narrower.
-        shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval.
+        shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval. No set occurs twice: where
+            all sets of a size are used, another size takes its place.
         groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
         seeds: Seeds of the models that are trained without the first set; those of the other sets follow them. They are
             not those of the models of all rows.
@@ -258,8 +261,8 @@ def try_removals(
         train_id: As in :func:`~trak_lite.verify`.
 
     Raises:
-        InvalidInputError: If the budget is too small for an interval, a share is not between 0 and 1, or seeds or
-            groups cannot be used.
+        InvalidInputError: If the budget is too small for an interval, or larger than the number of sets, a share is not
+            between 0 and 1, or seeds or groups cannot be used.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
         ManifestMismatchError: If ``targets`` are not those that were scored.
         RetrainingError: If a training fails; names subset and seed.
@@ -274,6 +277,13 @@ def try_removals(
         raise InvalidInputError(
             f"shares must lie between 0 and 1 and leave a row, got {tuple(shares)!r:.100}."
         )
+    if budget > num_rows:  # of any one size there are at least as many sets as rows
+        possible = sum(math.comb(num_rows, size) for size in range(1, max(sizes) + 1))
+        if budget > possible:
+            raise InvalidInputError(
+                f"budget must be at most {possible}, the number of sets of at most {max(sizes)} of {num_rows} train "
+                f"rows, got {budget}. Lower it, or pass a larger share."
+            )
     labels = None
     if isinstance(groups, str):
         require_columns([groups], scores.columns)
@@ -322,11 +332,11 @@ def _trial_sets(
     targets: NDArray[np.int64],
     suspicion: NDArray[np.float64] | None,
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the rows of each trial set; all kinds occur in one size, then in the next."""
+    """Yield the rows of each trial set; all kinds occur in one size, then in the next. No set occurs twice."""
     kinds, mean = _KINDS if labels is None else (*_KINDS, "group"), scores.mean(axis=1)
     if suspicion is not None and np.ptp(suspicion) > 0:
         kinds = (*kinds, "suspect")
-    known = set()
+    known: defaultdict[int, set[bytes]] = defaultdict(set)
     units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
     for number in range(budget):
         size, kind = sizes[number // len(kinds) % len(sizes)], kinds[number % len(kinds)]
@@ -341,9 +351,13 @@ def _trial_sets(
         elif kind == "group" and labels is not None:
             places = rng.permutation(labels.max() + 1)
             order = order[np.argsort(places[labels[order]], kind="stable")]
-        if np.sort(order[:size]).tobytes() in known:  # a copy of a trial would count as another one
-            order = rng.permutation(order[: 2 * size])
-        known.add(np.sort(order[:size]).tobytes())
+        while len(known[size]) >= len(order) and len(known[size]) == math.comb(len(order), size):
+            size = size % max(sizes) + 1  # every set of this size is a trial
+        ranked, wider = order, size
+        while np.sort(order[:size]).tobytes() in known[size]:  # a copy of a trial would count as another one
+            wider = min(2 * wider, len(ranked))
+            order = rng.permutation(ranked[:wider])
+        known[size].add(np.sort(order[:size]).tobytes())
         yield order[:size]
 
 
