@@ -173,6 +173,45 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
     assert attributor.scores("test").verdict != verdict
 
 
+STEP = [0.5]
+
+
+def train_with_a_step(rows, seed):
+    """Depends on what its source does not show."""
+    made = Training()(rows, seed)
+    made[-1].bias.data += STEP[0] * torch.arange(len(made[-1].bias))
+    return made
+
+
+def test_more_subsets_and_seeds_train_what_is_new_and_compare_what_is_stored(attributor, monkeypatch):
+    scores, calls = attributor.scores("test"), []
+
+    def counted(rows, seed):
+        calls.append((rows.tolist(), seed))
+        return train_with_a_step(rows, seed)
+
+    def verified(budget, *seeds):
+        calls.clear()
+        verdict = verify(scores, counted, TARGETS, budget=budget, seeds=seeds)
+        masks = evaluation.subset_masks(N, budget)
+        fresh = verify(
+            scores, counted, TARGETS, budget=budget, seeds=seeds, train_id=f"{budget} {seeds} {STEP}"
+        )
+        assert (verdict.lds, verdict.baselines) == (fresh.lds, fresh.baselines)
+        half = len(calls) - budget * len(seeds)
+        assert calls[half:] == [(np.flatnonzero(mask).tolist(), seed) for mask in masks for seed in seeds]
+        return half, verdict.compared
+
+    assert verified(4, 0) == (4, "")
+    trained, compared = verified(6, 0)
+    assert trained == 2 + 1
+    assert "Trained again, to compare: subset 0, seed 0" in compared
+    assert verified(7, 0, 3)[0] == 7 + 1 + 1
+    assert verified(8, 0, 3)[0] == 2 + 2, "the first and the second subset are repeated"
+    monkeypatch.setitem(globals(), "STEP", [2.0])
+    assert verified(9, 0)[0] >= 9 + 1, "those of another training are not used"
+
+
 @pytest.mark.parametrize("featurized", [True, False])
 def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     """Of an attributor in memory."""

@@ -24,7 +24,7 @@ def subset_masks(
     """Draw random subsets of the train rows, each of ``round(alpha * N)`` rows.
 
     A subset is drawn again only after all possible subsets have been drawn. The first subsets do not depend on
-    ``num_subsets``, so existing retrainings remain valid if it is increased.
+    ``num_subsets``, so :func:`~trak_lite.verify` uses existing retrainings if it is increased.
 
     Args:
         num_rows: N.

@@ -86,7 +86,8 @@ def verify(
     (``verdict.conclusion``). The verdict is stored and printed with the scores. Every retraining is stored. The same
     call therefore resumes after a kill, and verifying other scores of the same targets (another method,
     ``calibrate=True``) repeats one stored retraining per seed only, to check that the training is unchanged; with a
-    ``train_id`` it trains nothing. If the outputs differ, all models are trained again.
+    ``train_id`` it trains nothing. A larger budget, or more seeds after the same ones, train what is new only. If the
+    outputs differ, all models are trained again.
     The verdict says what was compared. Several processes share the retrainings. In a distributed run rank 0 trains.
 
     This asks what leaving rows out changes on average over seeds; :func:`verify_run` asks what it changes in one run.
