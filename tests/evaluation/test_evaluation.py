@@ -349,6 +349,7 @@ INVALID = [
     (evaluation.linear_datamodeling_score, {"": ([[1.0]], None, [[1.0]])}, "at least 2 of them, got 1"),
     *((evaluation.subset_masks, {"": (10, 2), "alpha": a}, ALPHA) for a in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)),
     (evaluation.subset_masks, {"": (4, 1), "strata": [0, 0, 1]}, r"one value per row, \(4,\), got \(3,\)"),
+    (evaluation.subset_masks, {"": (2, 1), "strata": [None, "a"]}, r"of one type.*got \['NoneType', 'str'\]"),
     (evaluation.removal_masks, {"": (ONE((3, 2)), 3)}, "there are 3 rows, got k = 3"),
     (evaluation.removal_masks, {"": ([0.0, 1.0], 1)}, r"a matrix that is not empty, got shape \(2,\)"),
     (evaluation.leave_one_out_masks, {"": (3, [3])}, r"rows 0 to 2, got \[3\]"),

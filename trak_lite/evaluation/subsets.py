@@ -203,7 +203,14 @@ def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:
     labels = np.asarray(strata)
     if labels.shape != (num_rows,):
         raise InvalidInputError(f"strata must have one value per row, ({num_rows},), got {labels.shape}.")
-    _, group = np.unique(labels, return_inverse=True)
+    try:
+        _, group = np.unique(labels, return_inverse=True)
+    except TypeError as error:  # values of several types have no order
+        kinds = sorted({type(label).__name__ for label in labels})
+        raise InvalidInputError(
+            f"strata must be values of one type, numbers or texts, got {kinds}. Replace missing ones by a value of "
+            "this type."
+        ) from error
     return np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
 
 

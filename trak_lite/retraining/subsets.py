@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -301,7 +302,7 @@ def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool 
     first subset, and every further one has the next, which no other has.
     """
     if others:
-        step = max(plan.seeds) - min(plan.seeds) + 1
+        step = seed_step(plan.seeds)
         plan = replace(plan, fingerprint={**plan.fingerprint, "seeds_step": step}, step=step)
     known = workspace.store().table_names(group) if workspace.exists else []
     number, compared = 0, ""
@@ -358,9 +359,7 @@ def retraining_plan(
             f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {array.dtype} of "
             f"shape {array.shape}. Make them with trak_lite.evaluation.subset_masks."
         )
-    numbers = tuple(int(seed) for seed in seeds)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
+    numbers = seed_numbers(seeds=seeds)
     try:
         with contextlib.suppress(ValueError):  # some built-in functions have no signature
             inspect.signature(train_fn).bind(np.arange(1), 0)
@@ -379,6 +378,25 @@ def retraining_plan(
         **(settings or {}),
     }
     return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn, progress)
+
+
+def seed_numbers(fewest: int = 1, **named: Sequence[int]) -> tuple[int, ...]:
+    """Return the one keyword value as different integers, at least ``fewest``."""
+    ((name, seeds),) = named.items()
+    numbers: tuple[int, ...] = ()
+    with contextlib.suppress(TypeError):
+        numbers = tuple(operator.index(seed) for seed in seeds)
+    if len(numbers) < fewest or len(set(numbers)) < len(numbers):
+        raise InvalidInputError(
+            f"{name} must be {'one' if fewest == 1 else fewest} or more different integers, such as (0, 1), got "
+            f"{seeds!r:.100}."
+        )
+    return numbers
+
+
+def seed_step(seeds: Sequence[int]) -> int:
+    """Return what is added to seeds for every further subset, so that no two subsets share one."""
+    return max(seeds) - min(seeds) + 1
 
 
 def _described(masks: NDArray[np.bool_], seeds: Sequence[int]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from trak_lite.evaluation.trials import (
     fewest_trials,
     standardised_sum,
 )
-from trak_lite.retraining.subsets import TrainFunction
+from trak_lite.retraining.subsets import TrainFunction, seed_numbers, seed_step
 from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.records import ScoreEntries
@@ -268,9 +268,14 @@ def try_removals(
         RetrainingError: If a training fails; names subset and seed.
     """
     num_rows, least = len(scores), fewest_trials(0.9)
-    if positive_int(budget=budget) < least or len(base_seeds) < 2:
+    if positive_int(budget=budget) < least:
+        raise InvalidInputError(f"budget must be at least {least}, got {budget}.")
+    firsts, of_all = seed_numbers(seeds=seeds), seed_numbers(2, base_seeds=base_seeds)
+    used = {seed + number * seed_step(firsts) for seed in firsts for number in range(budget)}
+    if not used.isdisjoint(of_all):
         raise InvalidInputError(
-            f"budget must be at least {least} and base_seeds at least 2 seeds, got {budget} and {len(base_seeds)}."
+            f"seeds must not be those of the models of all rows: the {budget} sets take the seeds {min(used)} to "
+            f"{max(used)}, and base_seeds are {of_all}. Pass seeds=({max(of_all) + 1},), or other base_seeds."
         )
     sizes = [max(1, round(share * num_rows)) if 0.0 < share < 1.0 else 0 for share in shares]
     if not sizes or min(sizes) < 1 or max(sizes) >= num_rows:
@@ -299,14 +304,14 @@ def try_removals(
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
-        of_all = retrain(np.ones((1, num_rows), np.bool_), seeds=base_seeds)
+        with_all = retrain(np.ones((1, num_rows), np.bool_), seeds=of_all)
         # With the same seeds all sets would share the error of these models, which other seeds do not have.
-        without = retrain(masks, seeds=seeds, others=True)
+        without = retrain(masks, seeds=firsts, others=True)
         effects = SummedEffects(scores)
         predicted = np.stack([-effects.sum(members) for members in sets])
         standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
         shares = np.array([len(members) / num_rows for members in sets])
-        before = of_all.outputs[0].astype(np.float64)
+        before = with_all.outputs[0].astype(np.float64)
         outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
         found = Trials(
             shares,
