@@ -172,9 +172,9 @@ def linear_datamodeling_score(
     biased towards 0 because subsets are drawn repeatedly, covered it in 68 to 100 %. The mean itself is biased towards
     0 with few subsets: by .08 for a true mean of .48 and 5 subsets.
 
-    The bootstrap is too narrow for few subsets with few targets, or with targets that agree. Therefore a mean that is
-    not larger than the normal quantile times its standard error over all permutations of the subsets (outputs that do
-    not depend on the scores), or that has no bootstrap spread, gets an interval of at least this width. With fewer than
+    The bootstrap is too narrow for few subsets with few targets, or with targets that agree. Therefore an interval
+    without 0 whose mean is within the normal quantile of its standard error over all permutations of the subsets
+    (outputs that do not depend on the scores), and one without bootstrap spread, gets this width. With fewer than
     5 subsets it is [-1, 1].
 
     Args:
@@ -387,8 +387,8 @@ def _bootstrapped(
             continue
         there = [value for value in drawn if not math.isnan(value)]  # NaN if one subset is drawn S times
         half = quantile * float(np.std(there)) if there else 0.0
-        if half < 1e-9 or abs(mean) <= quantile * by_chance:
-            half = max(half, quantile * by_chance)
+        if half < 1e-9 or half < abs(mean) <= quantile * by_chance:
+            half = quantile * by_chance
         found.append((mean, (mean - half, mean + half)))
     return found
 
