@@ -152,12 +152,49 @@ def test_intervals_of_few_subsets_cover_the_expected_score():
     assert covered >= 36
 
 
-def test_the_interval_of_a_correlation_ends_at_one_and_is_nan_without_an_order():
-    scores, masks, outputs = problem(num_subsets=4, noise=0.0)
+@pytest.mark.parametrize("num_targets", [1, 3])
+@pytest.mark.parametrize("num_subsets", [2, 3, 4, 5, 6])
+def test_of_all_orders_of_few_subsets_at_most_one_in_forty_is_no_chance(num_subsets, num_targets):
+    """Without a relation all orders are equally likely, and targets may say the same."""
+    orders = list(itertools.permutations(range(num_subsets)))
+    predicted, above, below = np.arange(num_subsets), 0, 0
+    for seed, order in enumerate(orders):
+        pair = (np.repeat(np.array(one, float)[:, None], num_targets, axis=1) for one in (predicted, order))
+        found = evaluation.linear_datamodeling_score(
+            next(pair), None, next(pair), num_resamples=20, seed=seed
+        )
+        assert found.interval[0] < found.interval[1]
+        above, below = above + (found.interval[0] > 0), below + (found.interval[1] < 0)
+    assert max(above, below) <= len(orders) / 40
+    assert (above > 0) == (num_subsets >= 5), "a perfect order of 5 subsets is a proof"
+
+
+def test_an_interval_without_spread_has_that_of_all_permutations():
+    rng = np.random.default_rng(0)
+    outputs, other = rng.normal(size=(2, 5, 3))
+    outputs[:, 1] = other[:, 1] = 2.0  # left out
+    orders = [list(order) for order in itertools.permutations(range(5))]
+    kept = (0, 2)
+    by_chance = np.array([
+        [np.mean([plain_spearman(one[order, j], outputs[:, j]) for j in kept]) for one in (outputs, other)]
+        for order in orders
+    ])  # fmt: skip
+    half = stats.norm.ppf(0.95) * by_chance[:, 0].std()
+    found = evaluation.linear_datamodeling_score(outputs, None, outputs, num_resamples=20, confidence=0.9)
+    np.testing.assert_allclose(found.interval, [1 - half, 1], atol=1e-12)
+    half = stats.norm.ppf(0.975) * (by_chance[:, 0] - by_chance[:, 1]).std()
+    found = evaluation.compare_datamodeling_scores(outputs, other, None, outputs, num_resamples=1)
+    np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
+
+
+def test_the_interval_of_a_correlation_ends_at_one_and_is_everything_for_fewer_than_five_subsets():
+    scores, masks, outputs = problem(num_subsets=5, noise=0.0)
     assert evaluation.linear_datamodeling_score(scores, masks, outputs).interval[1] <= 1.0
-    found = without_interval([[0.0], [1.0]], None, [[0.0], [1.0]], seed=0)
-    assert found.mean == 1.0
-    assert np.isnan(found.interval).all()
+    for some in (masks[:4], masks[:2]):
+        found = evaluation.linear_datamodeling_score(scores, some, some @ scores)
+        assert (found.mean, found.interval) == (pytest.approx(1.0), (-1.0, 1.0))
+        lead = evaluation.compare_datamodeling_scores(scores, -scores, some, some @ scores)
+        assert (lead.mean, lead.interval) == (pytest.approx(2.0), (-2.0, 2.0))
 
 
 def test_targets_that_never_change_are_left_out_of_the_mean_and_counted():
@@ -316,6 +353,7 @@ INVALID = [
     (evaluation.linear_datamodeling_score, {"": ([[1.0]], None, [[1.0]])}, "at least 2 of them, got 1"),
     *((evaluation.subset_masks, {"": (10, 2), "alpha": a}, ALPHA) for a in (0.0, 1.0, -0.5, 0.01, 0.99, NAN)),
     (evaluation.subset_masks, {"": (4, 1), "strata": [0, 0, 1]}, r"one value per row, \(4,\), got \(3,\)"),
+    (evaluation.subset_masks, {"": (2, 1), "strata": [None, "a"]}, r"of one type.*got \['NoneType', 'str'\]"),
     (evaluation.removal_masks, {"": (ONE((3, 2)), 3)}, "there are 3 rows, got k = 3"),
     (evaluation.removal_masks, {"": ([0.0, 1.0], 1)}, r"a matrix that is not empty, got shape \(2,\)"),
     (evaluation.leave_one_out_masks, {"": (3, [3])}, r"rows 0 to 2, got \[3\]"),

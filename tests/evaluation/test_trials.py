@@ -104,6 +104,28 @@ def test_slopes_follow_the_share():
     np.testing.assert_allclose(found.predicted, 1.5 * predicted[3], rtol=0.02, atol=0.01)
 
 
+def test_errors_that_grow_with_the_share_are_those_of_the_share_that_is_asked_for():
+    """Sums of random rows grow with its root, what they miss with the share, and four targets are few."""
+    rng = np.random.default_rng(9)
+    shares, zeros = np.repeat([0.01, 0.02, 0.05, 0.1, 0.2], 12), np.zeros(4)
+    covered, widths = {0.05: [], 0.2: []}, {0.05: [], 0.2: []}
+    for _ in range(60):
+        standard = rng.normal(size=(60, 4))
+        predicted = standard * np.sqrt(shares)[:, None]
+        measured = predicted + rng.normal(size=(60, 4)) * shares[:, None]
+        known = Trials(shares, predicted, standard, measured, zeros, zeros, 1)
+        for share in covered:
+            asked, error = rng.normal(size=(2, 4))
+            found = known.interval(asked * np.sqrt(share), asked, share)
+            right = asked * np.sqrt(share) + share * error
+            covered[share].append((np.abs(right - found.predicted) <= found.half_width).mean())
+            widths[share].append(np.median(found.half_width))
+    for share, shown in covered.items():
+        assert 0.87 <= np.mean(shown) <= 0.98, (share, np.mean(shown))
+        # 1.645 for 90 % of a normal distribution; wider, because a new set has the weight of a trial
+        assert 1.5 < np.median(widths[share]) / share < 2.6
+
+
 def test_trials_of_one_size_give_their_slope_to_sets_of_other_sizes():
     """To a size that differs by rounding, too."""
     predicted = np.random.default_rng(8).normal(size=(40, 20))

@@ -110,7 +110,10 @@ INVALID = [
     ({"train": lambda rows: None}, "cannot be called as train_fn"),
     ({"masks": MASKS.astype(float)}, "masks must be a boolean matrix"),
     ({"masks": np.zeros((1, 4), bool)}, "without an empty subset"),
-    *(({"seeds": seeds}, "one or more different integers") for seeds in ((), (1, 1))),
+    *(
+        ({"seeds": seeds}, "one or more different integers")
+        for seeds in ((), (1, 1), 3, (0.5, 1.7), (0, None))
+    ),
 ]
 FAILED = r"subset 0, seed 0 .* failed \(ZeroDivisionErr"
 NAN = "1 of 2 outputs .* subset 0, seed 0 .* target 1"

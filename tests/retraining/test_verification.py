@@ -173,6 +173,45 @@ def test_other_scores_of_the_same_targets_have_no_verdict_and_need_no_training(a
     assert attributor.scores("test").verdict != verdict
 
 
+STEP = [0.5]
+
+
+def train_with_a_step(rows, seed):
+    """Depends on what its source does not show."""
+    made = Training()(rows, seed)
+    made[-1].bias.data += STEP[0] * torch.arange(len(made[-1].bias))
+    return made
+
+
+def test_more_subsets_and_seeds_train_what_is_new_and_compare_what_is_stored(attributor, monkeypatch):
+    scores, calls = attributor.scores("test"), []
+
+    def counted(rows, seed):
+        calls.append((rows.tolist(), seed))
+        return train_with_a_step(rows, seed)
+
+    def verified(budget, *seeds):
+        calls.clear()
+        verdict = verify(scores, counted, TARGETS, budget=budget, seeds=seeds)
+        masks = evaluation.subset_masks(N, budget)
+        fresh = verify(
+            scores, counted, TARGETS, budget=budget, seeds=seeds, train_id=f"{budget} {seeds} {STEP}"
+        )
+        assert (verdict.lds, verdict.baselines) == (fresh.lds, fresh.baselines)
+        half = len(calls) - budget * len(seeds)
+        assert calls[half:] == [(np.flatnonzero(mask).tolist(), seed) for mask in masks for seed in seeds]
+        return half, verdict.compared
+
+    assert verified(4, 0) == (4, "")
+    trained, compared = verified(6, 0)
+    assert trained == 2 + 1
+    assert "Trained again, to compare: subset 0, seed 0" in compared
+    assert verified(7, 0, 3)[0] == 7 + 1 + 1
+    assert verified(8, 0, 3)[0] == 2 + 2, "the first and the second subset are repeated"
+    monkeypatch.setitem(globals(), "STEP", [2.0])
+    assert verified(9, 0)[0] >= 9 + 1, "those of another training are not used"
+
+
 @pytest.mark.parametrize("featurized", [True, False])
 def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     """Of an attributor in memory."""
@@ -211,7 +250,7 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     ("changes", "error", "seen"),
     [
         ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
-        ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
+        ({"budget": 9, "calibrate": True}, InvalidInputError, "at least 10 with calibrate=True, got 9"),
         ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
         ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
         ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
@@ -241,7 +280,7 @@ def test_scores_without_a_stored_matrix_a_model_or_a_kernel_are_refused(attribut
             token_scores(scores, TRAIN, [0])
     plain = attributor.score(TARGETS, "test", method=GradDot())
     for call in (
-        lambda: verify(plain, training, TARGETS, budget=6, calibrate=True),
+        lambda: verify(plain, training, TARGETS, budget=10, calibrate=True),
         lambda: calibrate(plain, held_scores(np.ones((N, 6)))),
     ):
         with pytest.raises(InvalidInputError, match="Scores of GradDot have no kernel to calibrate"):
@@ -256,7 +295,7 @@ def test_baselines_are_those_of_dense_features(attributor, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("numpy.cumsum", lambda *given, **more: ranked.append(1) or cumsum(*given, **more))
         verdict = verify(attributor.scores("test"), Training(), TARGETS, budget=8, texts=texts)
-    assert 0 < len(ranked) <= 6 * (RESAMPLES + 2)  # outputs, scores and 4 baselines, once per resample
+    assert 0 < len(ranked) <= 6 * (RESAMPLES + 3)  # outputs, scores and 4 baselines, once per resample
     masks = evaluation.subset_masks(N, 8)
     outputs = outputs_of(masks)[:, 0]
     with open_store(str(attributor.path)) as store:
@@ -446,7 +485,7 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
 
 def test_a_calibration_that_is_not_better_is_not_stored(attributor):
     scores = attributor.scores("test")
-    verdict = verify(scores, Training(), TARGETS, budget=6, calibrate=True)
+    verdict = verify(scores, Training(), TARGETS, budget=10, calibrate=True)
     assert not verdict.calibration.kept
     with pytest.raises(StateError, match=r"was not significantly better .*, so it was not stored"):
         calibrated_scores(scores)
@@ -467,6 +506,8 @@ def test_a_verdict_says_in_a_sentence_what_follows():
         "predict retraining: act on sets of rows": verdict((0.5, 0.4, 0.6)),
         "without a proven lead over baseline 1: use more subsets": verdict((0.5, 0.4, 0.6), ahead, level),
         "but baseline 1 does so better: use it": verdict((0.5, 0.4, 0.6), level, behind),
+        "Nothing follows from 4 subsets, whose order can be right by chance: do not act on these scores. Use at "
+        "least 5 subsets, better 10 (budget=).": replace(verdict((0.5, 0.4, 0.6)), num_subsets=4),
     }  # fmt: skip
     for text, found in said.items():
         assert text in found.conclusion

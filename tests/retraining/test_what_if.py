@@ -232,7 +232,7 @@ def test_levels_outside_0_and_1_are_refused_without_trials_too(level):
 # ------------------------------------------------------------------------ with trials
 def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tmp_path):
     found, training = scored(tmp_path / "a.zarr"), Training()
-    settings = {"budget": 18, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(2)}
+    settings = {"budget": 18, "shares": (0.05, 0.1), "groups": "source", "seeds": np.arange(5, 7)}
     trials = try_removals(found, training, ASKED, **settings)
     assert len(training.calls) == 5 + 2 * 18
     assert [count for count, _ in training.calls[5::2]] == [N - 6] * 9 + [N - 12] * 9
@@ -255,7 +255,7 @@ def test_trials_are_retrainings_in_closed_form_and_are_stored_with_the_scores(tm
     np.testing.assert_allclose(trials.predicted[1], sums[place], rtol=1e-4)
     rows = without(helpful[place])
     after = np.mean(
-        [output(rows, training.drawn(rows, seed)) for seed in (2, 3)], axis=0
+        [output(rows, training.drawn(rows, seed)) for seed in (7, 8)], axis=0
     )  # of the second set
     np.testing.assert_allclose(trials.measured[1], after - before.mean(0), rtol=1e-3, atol=1e-4)
     for place, sign in ((2, 1), (6, -1)):  # those that harm, or help, all targets in the mean
@@ -273,6 +273,23 @@ def test_no_trial_is_a_copy_of_another(tmp_path):
     """The rows that harm all targets are the same in every round of one size."""
     trials = try_removals(scored(tmp_path / "a.zarr"), Training(), ASKED, budget=24, shares=(0.05,))
     assert len(np.unique(trials.predicted.round(5), axis=0)) == 24
+
+
+@pytest.mark.parametrize("num_rows", [8, 20, 60])
+def test_no_trial_of_few_rows_is_a_copy_of_another(num_rows):
+    """Sizes of small shares coincide, and of 8 or 20 rows there are no 24 sets of one row."""
+    rows, calls = DATA.tensors[0][:num_rows], []
+    made = Attributor(model(weights(np.arange(num_rows))), "regression", None)
+    made.featurize(TensorDataset(rows, DATA.tensors[1][:num_rows]))
+
+    def train(kept, seed):
+        calls.append(tuple(np.setdiff1d(np.arange(num_rows), kept).tolist()))
+        return model(weights(kept))
+
+    trials = try_removals(made.score(ASKED), train, ASKED, shares=(0.01, 0.02, 0.05, 0.1, 0.4))
+    assert len(set(calls[5:])) == len(calls[5:]) == len(trials) == 60
+    assert max(map(len, calls)) == round(0.4 * num_rows)
+    assert trials.shares.tolist() == [len(removed) / num_rows for removed in calls[5:]]
 
 
 def test_intervals_cover_removals_of_other_sets(tried):
@@ -345,20 +362,33 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
         assert refused.lower is None
         assert why in refused.basis
         assert "try_removals" in refused.basis
-    try_removals(found, training, ASKED, budget=9, seeds=(0,), base_seeds=(0, 1))
+    try_removals(found, training, ASKED, budget=9, seeds=(2,), base_seeds=(0, 1))
     assert "9 trial sets" in what_if(found, few).basis
 
 
-FEW = "budget must be at least 9 and base_seeds at least 2 seeds, got "
 SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
 
 
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"budget": 8}, f"{FEW}8 and 5"),
-        ({"base_seeds": (0,)}, f"{FEW}60 and 1"),
+        ({"budget": 8}, "budget must be at least 9, got 8"),
+        (
+            {"base_seeds": (0,)},
+            r"base_seeds must be 2 or more different integers, such as \(0, 1\), got \(0,\)",
+        ),
+        ({"base_seeds": 3}, "base_seeds must be 2 or more different integers.*got 3"),
+        ({"seeds": (0.5,)}, r"seeds must be one or more different integers.*got \(0.5,\)"),
+        (
+            {"seeds": (4,)},
+            r"the 60 sets take the seeds 4 to 63, and base_seeds are \(0, 1, 2, 3, 4\).*seeds=\(5,\)",
+        ),
+        ({"seeds": (5, 7), "base_seeds": (0, 184)}, "take the seeds 5 to 184"),
         ({"shares": (0.0, 0.1)}, SHARES),
+        (
+            {"shares": (0.01,), "budget": 121},
+            "at most 120, the number of sets of at most 1 of 120 train rows, got 121",
+        ),
         ({"shares": ()}, "shares must lie between 0 and 1"),
         ({"groups": "author"}, "author"),
         ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
@@ -402,7 +432,7 @@ def test_a_repair_is_the_smallest_set_whose_interval_reaches_the_goal(tried):
     np.testing.assert_array_equal(found.rows, order[: len(found.rows)])
     assert found.effects.upper[target] <= goal
     assert what_if(tried, found.rows[:-1], level=0.6).upper[target] > goal
-    assert repair(tried, target, goal, chance=0.9).rows.size > found.rows.size
+    assert repair(tried, target, goal, chance=0.95).rows.size > found.rows.size
     assert found.success is None
     change = output(without(found.rows)) - output(EVERYTHING)
     assert change[target] <= goal

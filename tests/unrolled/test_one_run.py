@@ -202,9 +202,24 @@ def test_scores_of_other_targets_or_another_task_are_refused(run, scores):
         one(scores, run, task=lambda model, batch: margin(model, batch) * 2)
 
 
-def test_another_seed_of_the_run_is_accepted_and_a_share_leaves_out_at_least_one_row(run, scores):
+def test_another_seed_of_the_run_is_accepted(run, scores):
     """How well do the scores of one run predict another?"""
     assert one(scores, changed(run.recipe, seed=1).train(), budget=4).lds[0][1].mean < 1.0
-    small = recipe().train()
+
+
+def test_each_number_of_rows_is_left_out_once_and_named_as_the_share_that_it_is(tmp_path):
+    """Of 23 rows, 1 and 5 % are one row."""
+    small = recipe(mlp, loss, TensorDataset(*vectors(23, 0)), SGD(lr=0.1), batch_size=10).train(tmp_path)
     found = one(unrolled(small, FEW, margin), small, budget=3)
-    assert [share for share, _ in found.lds] == SHARES
+    assert [share for share, _ in found.lds] == [1 / 23, 2 / 23, 12 / 23]
+    assert [line[: line.index(" left out")] for line in str(found).splitlines()[1:]] == [
+        "4.3%",
+        "8.7%",
+        "52%",
+    ]
+    assert "4.3%" in in_a_notebook(found).text
+    masks = ~subset_masks(23, 3, alpha=2 / 23)
+    with torch.no_grad():
+        outputs = [margin(small.recipe.train(weights=mask).model(), FEW.tensors).numpy() for mask in masks]
+    expected = linear_datamodeling_score(unrolled(small, FEW, margin).numpy(), masks, np.stack(outputs))
+    assert found.lds[1][1].mean == pytest.approx(expected.mean, abs=1e-6)

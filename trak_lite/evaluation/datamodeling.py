@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,9 @@ from trak_lite.core.validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
+
+FEWEST_SUBSETS: Final = 5
+"""With fewer the order of the subsets is right by chance in more than 2.5 % of cases (1 of 24 for 4 subsets)."""
 
 
 @final
@@ -35,7 +38,7 @@ class LinearDatamodelingScore:
     per_target: NDArray[np.float64]
     """``(M,)`` Spearman correlations; NaN for targets whose outputs are the same for all subsets."""
     interval: tuple[float, float]
-    """Bootstrap interval of the mean over subsets and targets; see :func:`linear_datamodeling_score`."""
+    """Interval of the mean over subsets and targets; see :func:`linear_datamodeling_score`."""
     confidence: float
     """Nominal coverage of the interval."""
     num_subsets: int
@@ -169,6 +172,11 @@ def linear_datamodeling_score(
     biased towards 0 because subsets are drawn repeatedly, covered it in 68 to 100 %. The mean itself is biased towards
     0 with few subsets: by .08 for a true mean of .48 and 5 subsets.
 
+    The bootstrap is too narrow for few subsets with few targets, or with targets that agree. Therefore an interval
+    without 0 whose mean is within the normal quantile of its standard error over all permutations of the subsets
+    (outputs that do not depend on the scores), and one without bootstrap spread, gets this width. With fewer than
+    5 subsets it is [-1, 1].
+
     Args:
         scores: ``(N, M)``, or with ``masks=None`` the summed scores ``(S, M)``.
         masks: ``(S, N)`` boolean, the rows that each model was trained on; ``None`` if scores are already summed.
@@ -212,7 +220,8 @@ def compare_datamodeling_scores(
 ) -> ScoreDifference:
     """Return the difference of two methods' linear datamodeling scores, first minus second.
 
-    Each bootstrap resample draws subsets and targets once and evaluates both methods on them.
+    Each bootstrap resample draws subsets and targets once and evaluates both methods on them. For few subsets the
+    interval is widened as that of :func:`linear_datamodeling_score`; with fewer than 5 it is [-2, 2].
 
     Args:
         first: ``(N, M)`` scores, or with ``masks=None`` the summed scores ``(S, M)``.
@@ -262,7 +271,12 @@ def compared_scores(
 
     num_subsets = len(predictions[0])
     found = _bootstrapped(
-        means, predictions[0].shape, num_resamples=num_resamples, seed=seed, confidence=confidence
+        means,
+        predictions[0].shape,
+        _permuted_deviations(ranked, actual, num_subsets),
+        num_resamples=num_resamples,
+        seed=seed,
+        confidence=confidence,
     )
     scores = []
     for (mean, (low, high)), per_target in zip(found, correlations(np.ones(num_subsets)), strict=False):
@@ -333,25 +347,48 @@ class _Ranked:
         return ranks
 
 
+def _permuted_deviations(ranked: Sequence[_Ranked], actual: _Ranked, num_subsets: int) -> list[float]:
+    """Return the standard deviation over permutations of the subsets of each mean, and of each lead of the first."""
+    units = []
+    for one in (actual, *ranked):
+        ranks = one.deviations(np.ones(num_subsets))
+        units.append(ranks / np.maximum(np.linalg.norm(ranks, axis=1, keepdims=True), 1e-300))
+    outputs, *predicted = units
+    # A mean is the trace of one of these; both factors have rows of mean 0.
+    first, *others = (one.T @ outputs / outputs.any(axis=1).sum() for one in predicted)
+    products = (first, *others, *(first - other for other in others))
+    return [float(np.linalg.norm(one)) / math.sqrt(num_subsets - 1) for one in products]
+
+
 def _bootstrapped(
     statistics: Callable[[NDArray[np.float64], NDArray[np.float64]], list[float]],
     shape: tuple[int, ...],
+    permuted: Sequence[float],
     *,
     num_resamples: int,
     seed: int,
     confidence: float,
 ) -> list[tuple[float, tuple[float, float]]]:
-    """Return statistics of the counts of each subset ``(S,)`` and each target ``(M,)``, with normal intervals."""
+    """Return statistics of the counts of each subset ``(S,)`` and each target ``(M,)``, with normal intervals.
+
+    ``permuted`` are their standard deviations over permutations of the subsets.
+    """
     rng = np.random.default_rng(seed)
     quantile = NormalDist().inv_cdf((1.0 + coverage(confidence=confidence)) / 2.0)
     draws = [
         statistics(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))
         for _ in range(positive_int(num_resamples=num_resamples))
     ]
-    found = []
-    for mean, drawn in zip(statistics(*map(np.ones, shape)), zip(*draws, strict=True), strict=True):
+    found: list[tuple[float, tuple[float, float]]] = []
+    means = statistics(*map(np.ones, shape))
+    for mean, drawn, by_chance in zip(means, zip(*draws, strict=True), permuted, strict=True):
+        if shape[0] < FEWEST_SUBSETS:
+            found.append((mean, (-2.0, 2.0)))
+            continue
         there = [value for value in drawn if not math.isnan(value)]  # NaN if one subset is drawn S times
-        half = quantile * float(np.std(there)) if there else math.nan
+        half = quantile * float(np.std(there)) if there else 0.0
+        if half < 1e-9 or half < abs(mean) <= quantile * by_chance:
+            half = quantile * by_chance
         found.append((mean, (mean - half, mean + half)))
     return found
 

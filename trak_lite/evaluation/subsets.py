@@ -24,7 +24,7 @@ def subset_masks(
     """Draw random subsets of the train rows, each of ``round(alpha * N)`` rows.
 
     A subset is drawn again only after all possible subsets have been drawn. The first subsets do not depend on
-    ``num_subsets``, so existing retrainings remain valid if it is increased.
+    ``num_subsets``, so :func:`~trak_lite.verify` uses existing retrainings if it is increased.
 
     Args:
         num_rows: N.
@@ -202,7 +202,14 @@ def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:
     labels = np.asarray(strata)
     if labels.shape != (num_rows,):
         raise InvalidInputError(f"strata must have one value per row, ({num_rows},), got {labels.shape}.")
-    _, group = np.unique(labels, return_inverse=True)
+    try:
+        _, group = np.unique(labels, return_inverse=True)
+    except TypeError as error:  # values of several types have no order
+        kinds = sorted({type(label).__name__ for label in labels})
+        raise InvalidInputError(
+            f"strata must be values of one type, numbers or texts, got {kinds}. Replace missing ones by a value of "
+            "this type."
+        ) from error
     return np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group))[:-1])
 
 

@@ -219,8 +219,9 @@ class Trials:
 
         Targets with similar standardised sums are treated together. Their predictions p are multiplied by a slope that
         is fitted by weighted least squares to the trials (locally linear in the log of the share). The variance of a
-        residual is :math:`a + b\,p^2`: noise between seeds, and errors in proportion to the effect. The half-width is
-        the conformal quantile of the residuals of the trials, each predicted from the other trials, in units of their
+        residual is :math:`a + b\,p^2 + c\,s^2`: noise between seeds, errors in proportion to the effect, and errors in
+        proportion to the share s of the rows, which remain where the effects of rows cancel. The half-width is the
+        conformal quantile of the residuals of the trials, each predicted from the other trials, in units of their
         deviation.
 
         Args:
@@ -254,9 +255,10 @@ class Trials:
         parts = self.predicted[:, :, None] * slope
         slopes, of_others = _slopes(parts, self.measured, weights)
         residuals = self.measured - np.einsum("jmp,jp->jm", parts, of_others)
-        variance = _Variance.of(self.predicted, residuals, weights)
-        quantile = conformal_quantile(np.abs(residuals) / variance.deviation(self.predicted), weights, level)
-        return asked * slopes[0], quantile * variance.deviation(asked)
+        made = self.predicted, self.shares[:, None]
+        variance = _Variance.of(*made, residuals, weights)
+        quantile = conformal_quantile(np.abs(residuals) / variance.deviation(*made), weights, level)
+        return asked * slopes[0], quantile * variance.deviation(asked, share)
 
 
 def _size(values: Array) -> float:
@@ -277,32 +279,37 @@ def _slopes(parts: Array, measured: Array, weights: Array) -> tuple[Array, Array
 
 
 class _Variance(NamedTuple):
-    """The variance of a residual: a constant, and a part in proportion to the square of the prediction."""
+    """The variance of a residual: a constant, and parts in proportion to the squares of prediction and share."""
 
-    constant: float
-    proportional: float
+    factors: Array
     least: float
 
     @classmethod
-    def of(cls, predicted: Array, residuals: Array, weights: Array) -> Self:
+    def of(cls, predicted: Array, shares: Array, residuals: Array, weights: Array) -> Self:
         """Return the most likely variance for normal residuals.
 
         Multiplicative updates keep the parts positive and increase the likelihood (Fevotte et al., 2009, for the
         Itakura-Saito divergence).
         """
         used = weights > 0
-        terms = np.stack([np.ones(int(used.sum())), predicted[used] ** 2])
+        terms = cls._terms(predicted, shares)[:, used]
         mass, values = weights[used], residuals[used] ** 2
         mean = max(float(np.average(values, weights=mass)), 1e-200)
-        factors = mean / 2.0 / np.maximum(terms @ mass / mass.sum(), 1e-200)
+        factors = mean / len(terms) / np.maximum(terms @ mass / mass.sum(), 1e-200)
         for _ in range(_STEPS):
             variance = np.maximum(factors @ terms, _LEAST_VARIANCE * mean)
             up, down = terms @ (mass * (values / variance / variance)), terms @ (mass / variance)
             factors = factors * np.sqrt(up / np.maximum(down, 1e-200))
-        return cls(float(factors[0]), float(factors[1]), _LEAST_VARIANCE * mean)
+        return cls(factors, _LEAST_VARIANCE * mean)
 
-    def deviation(self, predicted: Array) -> Array:
-        return np.sqrt(np.maximum(self.constant + self.proportional * predicted**2, self.least))
+    @staticmethod
+    def _terms(predicted: Array, shares: Array | float) -> Array:
+        return np.stack(np.broadcast_arrays(1.0, predicted**2, np.square(shares)))
+
+    def deviation(self, predicted: Array, shares: Array | float) -> Array:
+        """Return the standard deviation of residuals, of the shape of the predictions."""
+        terms = self._terms(predicted, shares)
+        return np.sqrt(np.maximum(np.tensordot(self.factors, terms, 1), self.least))
 
 
 def standardised_sum(predicted: Array, count: int, num_rows: int, mean: Array, deviation: Array) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.errors import printable
-from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference
+from trak_lite.evaluation.datamodeling import FEWEST_SUBSETS, LinearDatamodelingScore, ScoreDifference
 
 _SHOWN: Final = 10
 """Largest number of lines of a table in a notebook."""
@@ -147,6 +147,11 @@ class Verdict(_Stored):
     @property
     def conclusion(self) -> str:
         """What follows from the intervals, in a sentence."""
+        if self.num_subsets < FEWEST_SUBSETS:
+            return (
+                f"Nothing follows from {self.num_subsets} subsets, whose order can be right by chance: do not act on "
+                f"these scores. Use at least {FEWEST_SUBSETS} subsets, better 10 (budget=)."
+            )
         if self.lds.low <= 0:
             return (
                 "No proven relation to retraining: do not act on these scores. Use more subsets (budget=), and more "
@@ -213,16 +218,20 @@ class OneRunVerdict(_Stored):
             f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
             f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
         ]
-        lines += [f"{share:.0%} left out: LDS {found}" for share, found in self.lds]
+        lines += [f"{_percent(share)} left out: LDS {found}" for share, found in self.lds]
         return printable("\n".join(lines))
 
     def _repr_html_(self) -> str:
         return _html(
             "LDS, the same run",
             ("left out", "LDS"),
-            [(f"{share:.0%}", str(found)) for share, found in self.lds],
+            [(_percent(share), str(found)) for share, found in self.lds],
             notes=[str(self).partition("\n")[0]],
         )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
 
 
 def _html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, notes: Sequence[str]) -> str:

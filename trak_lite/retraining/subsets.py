@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -119,6 +120,15 @@ class _Plan:
     def num_rows(self) -> int:
         """Number of models to train: S times R."""
         return len(self.masks) * len(self.seeds)
+
+    def part(self, fingerprint: Mapping[str, Any]) -> _Plan | None:
+        """Return the plan that has this fingerprint if it is one of the first of these subsets and seeds."""
+        count, seeds = fingerprint.get("num_subsets"), fingerprint.get("seeds")
+        if count not in range(len(self.masks) + 1) or not isinstance(seeds, list):
+            return None
+        plan = replace(self, masks=self.masks[:count], seeds=self.seeds[: len(seeds)])
+        described = {**self.fingerprint, **_described(plan.masks, plan.seeds)}
+        return replace(plan, fingerprint=described) if described == fingerprint else None
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
         for row in rows:
@@ -287,11 +297,12 @@ def retrain_run(
 def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool = False) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
-    In a group, each combination of masks, seeds, functions and settings of the plan has its own table. With ``others``,
-    the seeds are those of the first subset, and every further one has the next, which no other has.
+    In a group, each combination of masks, seeds, functions and settings of the plan has its own table. It begins with
+    the outputs of another one that has the first of its masks and seeds. With ``others``, the seeds are those of the
+    first subset, and every further one has the next, which no other has.
     """
     if others:
-        step = max(plan.seeds) - min(plan.seeds) + 1
+        step = seed_step(plan.seeds)
         plan = replace(plan, fingerprint={**plan.fingerprint, "seeds_step": step}, step=step)
     known = workspace.store().table_names(group) if workspace.exists else []
     number, compared = 0, ""
@@ -302,7 +313,31 @@ def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool 
         compared += " All models are trained again."
         logger.info(compared)
         number += 1
+    if path not in known and not compared:
+        compared = _reuse(workspace, known, path, plan)
     return _fill(workspace, path, plan, compared)
+
+
+def _reuse(workspace: Workspace, known: Iterable[str], path: str, plan: _Plan) -> str:
+    """Copy the outputs of the largest known plan that is a part of this one, and return how they were compared."""
+    tables = [(name, table) for name in known if (table := workspace.table(name)) is not None]
+    for name, table in sorted(tables, key=lambda pair: -pair[1].spec.num_rows):
+        part = plan.part(table.spec.fingerprint)
+        is_same, compared = (False, "") if part is None else _compared(workspace, name, part)
+        if part is None or not is_same:
+            continue
+        made = {_CONDITIONS: workspace.store().attributes(name).get(_CONDITIONS)}
+        lazy = workspace.lazy_table(path, plan.spec(table.column(OUTPUTS).width or 1), made)
+        for chunk in range(table.num_chunks):
+            rows, values = table.read_done(chunk)
+            subsets, seeds = np.divmod(rows, len(part.seeds))
+            try:
+                if len(rows):
+                    lazy.put(subsets * len(plan.seeds) + seeds, values)
+            except (BusyError, StateError) as error:
+                logger.info("Did not copy outputs, because another process has them: %s", error)
+        return compared
+    return ""
 
 
 def retraining_plan(
@@ -324,9 +359,7 @@ def retraining_plan(
             f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {array.dtype} of "
             f"shape {array.shape}. Make them with trak_lite.evaluation.subset_masks."
         )
-    numbers = tuple(int(seed) for seed in seeds)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise InvalidInputError(f"seeds must be one or more different integers, got {tuple(seeds)}.")
+    numbers = seed_numbers(seeds=seeds)
     try:
         with contextlib.suppress(ValueError):  # some built-in functions have no signature
             inspect.signature(train_fn).bind(np.arange(1), 0)
@@ -339,14 +372,36 @@ def retraining_plan(
     if train_id is None:
         training = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
     fingerprint = {
-        "masks": hashlib.sha256(np.packbits(array, axis=1).tobytes()).hexdigest(),
-        "num_subsets": len(array),
+        **_described(array, numbers),
         "num_train_rows": array.shape[1],
-        "seeds": list(numbers),
         "training": training,
         **(settings or {}),
     }
     return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn, progress)
+
+
+def seed_numbers(fewest: int = 1, **named: Sequence[int]) -> tuple[int, ...]:
+    """Return the one keyword value as different integers, at least ``fewest``."""
+    ((name, seeds),) = named.items()
+    numbers: tuple[int, ...] = ()
+    with contextlib.suppress(TypeError):
+        numbers = tuple(operator.index(seed) for seed in seeds)
+    if len(numbers) < fewest or len(set(numbers)) < len(numbers):
+        raise InvalidInputError(
+            f"{name} must be {'one' if fewest == 1 else fewest} or more different integers, such as (0, 1), got "
+            f"{seeds!r:.100}."
+        )
+    return numbers
+
+
+def seed_step(seeds: Sequence[int]) -> int:
+    """Return what is added to seeds for every further subset, so that no two subsets share one."""
+    return max(seeds) - min(seeds) + 1
+
+
+def _described(masks: NDArray[np.bool_], seeds: Sequence[int]) -> dict[str, Any]:
+    digest = hashlib.sha256(np.packbits(masks, axis=1).tobytes()).hexdigest()
+    return {"masks": digest, "num_subsets": len(masks), "seeds": list(seeds)}
 
 
 def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan) -> Retrained:

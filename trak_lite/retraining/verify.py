@@ -18,6 +18,7 @@ from trak_lite.core.eval_caches import own_modes
 from trak_lite.data.datasets import Rows, every_nth, rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
+from trak_lite.evaluation.datamodeling import FEWEST_SUBSETS
 from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
@@ -58,7 +59,7 @@ Retrain: TypeAlias = Callable[..., Retrained]
 
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
-_FEWEST_FOR_CALIBRATION: Final = 6
+_FEWEST_FOR_CALIBRATION: Final = 2 * FEWEST_SUBSETS
 _LEFT_OUT: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out of one run."""
 
@@ -85,7 +86,8 @@ def verify(
     (``verdict.conclusion``). The verdict is stored and printed with the scores. Every retraining is stored. The same
     call therefore resumes after a kill, and verifying other scores of the same targets (another method,
     ``calibrate=True``) repeats one stored retraining per seed only, to check that the training is unchanged; with a
-    ``train_id`` it trains nothing. If the outputs differ, all models are trained again.
+    ``train_id`` it trains nothing. A larger budget, or more seeds after the same ones, train what is new only. If the
+    outputs differ, all models are trained again.
     The verdict says what was compared. Several processes share the retrainings. In a distributed run rank 0 trains.
 
     This asks what leaving rows out changes on average over seeds; :func:`verify_run` asks what it changes in one run.
@@ -95,7 +97,8 @@ def verify(
         train_fn: ``train_fn(rows, seed)`` trains from scratch on these train rows, numbered as in ``scores``, and
             returns a module of the attributed architecture or its state dict.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
-        budget: Number of random subsets. Each is trained on once per seed.
+        budget: Number of random subsets. Each is trained on once per seed. From fewer than 5 nothing follows, and
+            ``calibrate=True`` takes at least 10.
         seeds: Passed to ``train_fn``. One more subset is worth more than a second seed, but the noise ceiling needs two
             seeds.
         alpha: Share of the train rows in a subset.
@@ -300,17 +303,17 @@ def verify_run(
 ) -> OneRunVerdict:
     """Test scores against repetitions of one run, with the same seed and batches, without random rows.
 
-    The run of a :class:`~trak_lite.unrolled.Recipe` is repeated without 1, 5, 10 and 50 % of the rows. This asks what
-    leaving rows out changes in this run, which scores of :func:`~trak_lite.unrolled.unrolled` answer;
-    :func:`~trak_lite.verify` asks what it changes on average over seeds. The verdict is stored with the scores, if
-    these are stored. The repetitions are stored in the folder of the run: a second call trains one of each share again,
-    to compare it.
+    The run of a :class:`~trak_lite.unrolled.Recipe` is repeated without 1, 5, 10 and 50 % of the rows, rounded to whole
+    rows; the verdict has the shares that these are, each once. This asks what leaving rows out changes in this run,
+    which scores of :func:`~trak_lite.unrolled.unrolled` answer; :func:`~trak_lite.verify` asks what it changes on
+    average over seeds. The verdict is stored with the scores, if these are stored. The repetitions are stored in the
+    folder of the run: a second call trains one of each share again, to compare it.
 
     Args:
         scores: Scores of any method that were made with the model and the train rows of the run.
         run: A finished run.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
-        budget: Number of random subsets of each share.
+        budget: Number of random subsets of each share. From fewer than 5 nothing follows: the interval is [-1, 1].
         subset_seed: Seed of the subsets.
         confidence: Nominal coverage of the intervals.
         task: Defines f; ``None`` is the task that the scores were made with.
@@ -320,7 +323,7 @@ def verify_run(
 
     Raises:
         InvalidInputError: If the budget is too small, scores, run and targets differ in size, the scores were made from
-            other train rows or with another architecture than the run, or a share leaves out no row.
+            other train rows or with another architecture than the run, or the run has one row.
         ManifestMismatchError: If scores of a replay belong to other targets, another task, other data or another model,
             or the training has changed since.
         RetrainingError: If a training fails; names subset and seed.
@@ -351,11 +354,10 @@ def verify_run(
     if folder is not None:
         refuse_links(str(folder))
     found = []
-    for share in _LEFT_OUT:
-        left_out = max(1, round(share * num_rows))
+    for left_out in dict.fromkeys(max(1, round(share * num_rows)) for share in _LEFT_OUT):
         if left_out >= num_rows:
             raise InvalidInputError(
-                f"A share of {share!r} leaves out {left_out} of {num_rows} rows. Leave out at least one, but not all."
+                f"verify_run leaves out at least one row, but not all, and the run has {num_rows}. Train on more rows."
             )
         masks = ~subset_masks(num_rows, budget, alpha=left_out / num_rows, seed=subset_seed)
         retrained = retrain_run(
@@ -367,7 +369,7 @@ def verify_run(
         )
         predicted = summed_over(scores, masks)
         ((lds,), _) = bootstrapped_scores([predicted], retrained.mean, confidence)
-        found.append((share, Estimate.of(lds)))
+        found.append((left_out / num_rows, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict

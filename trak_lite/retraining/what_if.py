@@ -5,6 +5,8 @@ Shapes: N train rows, M targets, J trials, R seeds.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +32,7 @@ from trak_lite.evaluation.trials import (
     fewest_trials,
     standardised_sum,
 )
-from trak_lite.retraining.subsets import TrainFunction
+from trak_lite.retraining.subsets import TrainFunction, seed_numbers, seed_step
 from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.records import ScoreEntries
@@ -249,7 +251,8 @@ def try_removals(
         targets: The targets that were scored.
         budget: Number of sets; each is trained without once per seed. At the default level an interval needs 9 trials
             that resemble the set, and 60 give them for most sets. More make the intervals narrower.
-        shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval.
+        shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval. No set occurs twice: where
+            all sets of a size are used, another size takes its place.
         groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
         seeds: Seeds of the models that are trained without the first set; those of the other sets follow them. They are
             not those of the models of all rows.
@@ -258,22 +261,34 @@ def try_removals(
         train_id: As in :func:`~trak_lite.verify`.
 
     Raises:
-        InvalidInputError: If the budget is too small for an interval, a share is not between 0 and 1, or seeds or
-            groups cannot be used.
+        InvalidInputError: If the budget is too small for an interval, or larger than the number of sets, a share is not
+            between 0 and 1, or seeds or groups cannot be used.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
         ManifestMismatchError: If ``targets`` are not those that were scored.
         RetrainingError: If a training fails; names subset and seed.
     """
     num_rows, least = len(scores), fewest_trials(0.9)
-    if positive_int(budget=budget) < least or len(base_seeds) < 2:
+    if positive_int(budget=budget) < least:
+        raise InvalidInputError(f"budget must be at least {least}, got {budget}.")
+    firsts, of_all = seed_numbers(seeds=seeds), seed_numbers(2, base_seeds=base_seeds)
+    used = {seed + number * seed_step(firsts) for seed in firsts for number in range(budget)}
+    if not used.isdisjoint(of_all):
         raise InvalidInputError(
-            f"budget must be at least {least} and base_seeds at least 2 seeds, got {budget} and {len(base_seeds)}."
+            f"seeds must not be those of the models of all rows: the {budget} sets take the seeds {min(used)} to "
+            f"{max(used)}, and base_seeds are {of_all}. Pass seeds=({max(of_all) + 1},), or other base_seeds."
         )
     sizes = [max(1, round(share * num_rows)) if 0.0 < share < 1.0 else 0 for share in shares]
     if not sizes or min(sizes) < 1 or max(sizes) >= num_rows:
         raise InvalidInputError(
             f"shares must lie between 0 and 1 and leave a row, got {tuple(shares)!r:.100}."
         )
+    if budget > num_rows:  # of any one size there are at least as many sets as rows
+        possible = sum(math.comb(num_rows, size) for size in range(1, max(sizes) + 1))
+        if budget > possible:
+            raise InvalidInputError(
+                f"budget must be at most {possible}, the number of sets of at most {max(sizes)} of {num_rows} train "
+                f"rows, got {budget}. Lower it, or pass a larger share."
+            )
     labels = None
     if isinstance(groups, str):
         require_columns([groups], scores.columns)
@@ -289,14 +304,14 @@ def try_removals(
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):
             mask[members] = False
-        of_all = retrain(np.ones((1, num_rows), np.bool_), seeds=base_seeds)
+        with_all = retrain(np.ones((1, num_rows), np.bool_), seeds=of_all)
         # With the same seeds all sets would share the error of these models, which other seeds do not have.
-        without = retrain(masks, seeds=seeds, others=True)
+        without = retrain(masks, seeds=firsts, others=True)
         effects = SummedEffects(scores)
         predicted = np.stack([-effects.sum(members) for members in sets])
         standard = np.stack([effects.standardised(*pair) for pair in zip(sets, predicted, strict=True)])
         shares = np.array([len(members) / num_rows for members in sets])
-        before = of_all.outputs[0].astype(np.float64)
+        before = with_all.outputs[0].astype(np.float64)
         outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
         found = Trials(
             shares,
@@ -322,11 +337,11 @@ def _trial_sets(
     targets: NDArray[np.int64],
     suspicion: NDArray[np.float64] | None,
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the rows of each trial set; all kinds occur in one size, then in the next."""
+    """Yield the rows of each trial set; all kinds occur in one size, then in the next. No set occurs twice."""
     kinds, mean = _KINDS if labels is None else (*_KINDS, "group"), scores.mean(axis=1)
     if suspicion is not None and np.ptp(suspicion) > 0:
         kinds = (*kinds, "suspect")
-    known = set()
+    known: defaultdict[int, set[bytes]] = defaultdict(set)
     units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
     for number in range(budget):
         size, kind = sizes[number // len(kinds) % len(sizes)], kinds[number % len(kinds)]
@@ -341,9 +356,13 @@ def _trial_sets(
         elif kind == "group" and labels is not None:
             places = rng.permutation(labels.max() + 1)
             order = order[np.argsort(places[labels[order]], kind="stable")]
-        if np.sort(order[:size]).tobytes() in known:  # a copy of a trial would count as another one
-            order = rng.permutation(order[: 2 * size])
-        known.add(np.sort(order[:size]).tobytes())
+        while len(known[size]) >= len(order) and len(known[size]) == math.comb(len(order), size):
+            size = size % max(sizes) + 1  # every set of this size is a trial
+        ranked, wider = order, size
+        while np.sort(order[:size]).tobytes() in known[size]:  # a copy of a trial would count as another one
+            wider = min(2 * wider, len(ranked))
+            order = rng.permutation(ranked[:wider])
+        known[size].add(np.sort(order[:size]).tobytes())
         yield order[:size]
 
 
