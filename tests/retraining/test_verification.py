@@ -250,7 +250,7 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     ("changes", "error", "seen"),
     [
         ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
-        ({"budget": 9, "calibrate": True}, InvalidInputError, "at least 10 with calibrate=True, got 9"),
+        ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
         ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
         ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
         ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),
@@ -485,7 +485,7 @@ def test_a_calibration_is_fitted_to_half_of_the_subsets_and_tested_on_the_others
 
 def test_a_calibration_that_is_not_better_is_not_stored(attributor):
     scores = attributor.scores("test")
-    verdict = verify(scores, Training(), TARGETS, budget=10, calibrate=True)
+    verdict = verify(scores, Training(), TARGETS, budget=6, calibrate=True)
     assert not verdict.calibration.kept
     with pytest.raises(StateError, match=r"was not significantly better .*, so it was not stored"):
         calibrated_scores(scores)

@@ -18,7 +18,6 @@ from trak_lite.core.eval_caches import own_modes
 from trak_lite.data.datasets import Rows, every_nth, rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
-from trak_lite.evaluation.datamodeling import FEWEST_SUBSETS
 from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
@@ -59,7 +58,7 @@ Retrain: TypeAlias = Callable[..., Retrained]
 
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
-_FEWEST_FOR_CALIBRATION: Final = 2 * FEWEST_SUBSETS
+_FEWEST_FOR_CALIBRATION: Final = 6
 _LEFT_OUT: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out of one run."""
 
@@ -98,7 +97,7 @@ def verify(
             returns a module of the attributed architecture or its state dict.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
         budget: Number of random subsets. Each is trained on once per seed. From fewer than 5 nothing follows, and
-            ``calibrate=True`` takes at least 10.
+            ``calibrate=True`` takes at least 6, and keeps no weights with fewer than 10.
         seeds: Passed to ``train_fn``. One more subset is worth more than a second seed, but the noise ceiling needs two
             seeds.
         alpha: Share of the train rows in a subset.
