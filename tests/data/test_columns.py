@@ -155,6 +155,23 @@ def test_filters_compare_integers_and_floats_exactly():
     assert not floats.matches(10**400, [0.5], None).any()
 
 
+def test_filters_round_fractions_to_the_dtype_of_the_labels_and_no_integer():
+    narrow = Column.of(np.array([16777216, 0.1], np.float32), 2, "values")
+    assert np.flatnonzero(narrow.matches(0.1, 16777217, 1e300)).tolist() == [1]
+    assert narrow.matches(16777216).tolist() == [True, False]
+    days = Column.of([18262 * 86400 * 10**9, 1], 2, "numbers")
+    assert not days.matches(np.datetime64("2020-01-01", "ns")).any()
+
+
+def test_missing_values_and_large_integers_of_other_libraries():
+    pandas, arrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    with pytest.raises(InvalidInputError, match=f"cannot hold the integer {BIG + 1}"):
+        Column.of(arrow.array([BIG, BIG + 1, None]), 3, "ids")
+    days = Column.of(np.array([pandas.Timestamp("2020-01-01"), pandas.NaT], object), 2, "days")
+    assert sorted(days.texts) == ["2020-01-01", "NaT"]
+    assert Column.of(["web", None], 2, "source").matches(pandas.NA).tolist() == [False, True]
+
+
 def peak_of(call):
     tracemalloc.start()
     try:

@@ -48,7 +48,14 @@ def test_precision_is_the_average_over_all_orders_of_tied_scores(rows, data):
         ranked = sorted(order, key=lambda row: -row[0])  # stable: ties stay in the order of the permutation
         precisions.append(sum(label for _, label in ranked[:k]) / k)
     scores, labels = zip(*rows, strict=True)
-    assert evaluation.precision_at(k, scores, labels) == pytest.approx(np.mean(precisions), abs=1e-12)
+    for number in (k, np.int8(k), torch.tensor(k, dtype=torch.uint8)):
+        assert evaluation.precision_at(number, scores, labels) == pytest.approx(
+            np.mean(precisions), abs=1e-12
+        )
+
+
+def test_a_narrow_integer_does_not_overflow():
+    assert evaluation.precision_at(np.uint8(200), np.arange(600.0), np.arange(600) >= 300) == 1.0
 
 
 @pytest.mark.quick

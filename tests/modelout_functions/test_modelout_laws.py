@@ -72,6 +72,13 @@ def test_the_kit_notices_labels_of_another_distribution(is_wrong):
         )
 
 
+def test_a_confident_model_draws_no_rare_label():
+    built = BY_NAME["binary_classification-flat"]()
+    with torch.no_grad():
+        list(built.model.parameters())[-1].add_(9.0)
+    ModelOutputTests().test_the_mean_gradient_over_drawn_labels_is_zero(built)
+
+
 def test_the_kit_asks_for_a_case():
     with pytest.raises(NotImplementedError, match="must define make_case"):
         ModelOutputTests().make_case()

@@ -126,15 +126,33 @@ class TestOtherProjectors(ProjectorTests):
 class Signs(AbstractProjector):
     """A matrix of signs of which a change of gradients or features makes another map."""
 
-    def __init__(self, proj_dim, seed, gradients=lambda grad: grad, features=lambda rows: rows):
+    def __init__(
+        self,
+        proj_dim,
+        seed,
+        gradients=lambda grad: grad,
+        features=lambda rows: rows,
+        matrix=RademacherProjector,
+    ):
         super().__init__(0, proj_dim, seed, "rademacher", "cpu")
-        self.change_gradients, self.change_features = gradients, features
+        self.change_gradients, self.change_features, self.matrix = gradients, features, matrix
 
     def project(self, grads, model_id):
         changed = {key: self.change_gradients(DenseBlock(key, grad).dense()) for key, grad in grads.items()}
-        return self.change_features(
-            RademacherProjector(self.proj_dim, seed=self.seed).project(changed, model_id)
-        )
+        return self.change_features(self.matrix(self.proj_dim, seed=self.seed).project(changed, model_id))
+
+
+class SparseSigns(AbstractProjector):
+    """A matrix whose entries are 0 in six of seven cases: norms of single entries vary more than a Gaussian's."""
+
+    def __init__(self, proj_dim, seed):
+        super().__init__(0, proj_dim, seed, "rademacher", "cpu")
+
+    def project(self, grads, model_id):
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = torch.cat([DenseBlock(key, grad).dense() for key, grad in grads.items()], 1).double()
+        drawn = torch.randint(14, (rows.shape[1], self.proj_dim), generator=generator)
+        return rows @ ((drawn == 0).double() - (drawn == 1).double()) * math.sqrt(7 / self.proj_dim)
 
 
 def without_last(grad):
@@ -152,6 +170,7 @@ def nan_for_zero(rows):
         ({"gradients": without_last}, ["entries"]),
         ({"gradients": lambda grad: torch.cat([2 * grad[:, :1], grad[:, 1:]], 1)}, ["entries"]),
         ({"features": nan_for_zero}, ["zeros"]),
+        ({"matrix": SparseSigns}, []),
     ],
 )
 def test_the_kit_fails_for_maps_that_ignore_or_weigh_entries_or_have_no_zero(change, fails):

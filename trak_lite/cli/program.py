@@ -7,6 +7,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -71,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrakLiteError as error:
         _warn(f"{_PROGRAM}: {' '.join(str(error).splitlines())}\n")
         return _WRONG_USE
-    except BrokenPipeError:  # of "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+    except _PipeClosedError:
+        with contextlib.suppress(OSError):  # a standard output without a file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
         return _PIPE_CLOSED
     except KeyboardInterrupt:
         _warn(f"\n{_PROGRAM}: interrupted before the command started.\n")
@@ -168,9 +170,16 @@ def _source(command: str, named: str | None, store: str | None, usage: str) -> s
     return record
 
 
+class _PipeClosedError(Exception):
+    """Nobody reads the output any more, as behind ``| head``."""
+
+
 def _say(text: str) -> None:
-    sys.stdout.write(_shown(f"{text}\n", sys.stdout))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(_shown(f"{text}\n", sys.stdout))
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise _PipeClosedError from error
 
 
 def _warn(text: str) -> None:

@@ -40,7 +40,7 @@ def positive_int(**named: object) -> int:
 def integer_at_least(minimum: int, **named: object) -> int:
     """Return the one keyword value if it is an integer of at least ``minimum``, of any type, as a Python integer."""
     ((name, value),) = named.items()
-    if not isinstance(value, bool):
+    if not isinstance(value, bool) and "bool" not in str(getattr(value, "dtype", "")):
         with contextlib.suppress(TypeError):
             number = operator.index(value)  # type: ignore[arg-type]
             if number >= minimum:

@@ -25,6 +25,8 @@ Where: TypeAlias = ArrayLike | Mapping[str, Any]
 MOST_TEXT_BYTES: Final = 1 << 28
 """Limit on an array of texts."""
 _NUMBERS: Final = "biuf"
+_INEXACT: Final = 2**53
+"""Integers below it in size are exact in float64."""
 """Kinds of dtypes of numbers."""
 
 
@@ -95,7 +97,7 @@ class Column:
         for value in values if kind in _NUMBERS else ():
             number = _number(value, float if kind == "f" else int)
             if number is not None:
-                found |= np.isnan(self.labels) if number != number else self.labels == number
+                found |= np.isnan(self.labels) if number != number else _equal(self.labels, number)
         return found[self.places]
 
 
@@ -106,11 +108,16 @@ def label_text(label: Any) -> str:
         >>> label_text(np.datetime64("2024-05-01T00:00:00")), label_text(2024)
         ('2024-05-01', '2024')
     """
-    if isinstance(label, datetime) and label.tzinfo is None:
+    if isinstance(label, datetime) and label.tzinfo is None and label == label:  # not pandas' NaT
         label = np.datetime64(label)
     if isinstance(label, np.datetime64) and np.datetime_data(label.dtype)[0] not in ("Y", "M"):
         return str(np.datetime_as_string(label, unit="auto"))
-    return str(label)
+    return str(None if label is _not_available() else label)
+
+
+def _not_available() -> Any:
+    """Return what pandas has for a missing value, ``None`` if it is not imported."""
+    return getattr(sys.modules.get("pandas"), "NA", None)
 
 
 def columns_of(data: Any, num_rows: int, what: str) -> dict[str, Column]:
@@ -216,14 +223,14 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
             "dataset.select_columns(names)."
         ) from error
     are_floats = "float" in str(getattr(given, "dtype", "")).lower()  # not a list, nor integers with a mask
-    if array.dtype.kind == "f" and array.ndim == 1 and not are_floats:
+    if array.dtype.kind == "f" and array.ndim == 1 and not are_floats and (np.abs(array) >= _INEXACT).any():
         _require_kept_integers(given, what)
     return array
 
 
 def _require_kept_integers(values: Iterable[Any], what: str) -> None:
     """Raise if an integer among some values would become another number, maybe that of another label, in float64."""
-    for value in values:
+    for value in values.to_pylist() if hasattr(values, "to_pylist") else values:  # of an array of pyarrow's
         if isinstance(value, int | np.integer) and _number(value, float) is None:
             raise InvalidInputError(
                 f"{what} cannot hold the integer {value}: beside a missing value, a fraction or an integer of another "
@@ -236,8 +243,8 @@ def _with_missing_labels(given: NDArray[Any], what: str) -> NDArray[Any]:
     """Return labels in which missing values have a label of the type of the others, so that they can be sorted."""
     if given.dtype != object:
         return given
-    marks = (None, getattr(sys.modules.get("pandas"), "NA", None))
-    missing = np.array([v is marks[0] or v is marks[1] or (isinstance(v, float) and v != v) for v in given])
+    na = _not_available()
+    missing = np.array([v is None or v is na or (isinstance(v, float) and v != v) for v in given])
     kinds = {type(value) for value in given[~missing]}
     if not missing.any():
         return given
@@ -247,7 +254,7 @@ def _with_missing_labels(given: NDArray[Any], what: str) -> NDArray[Any]:
         return filled
     if not kinds <= {int, float}:
         return given
-    _require_kept_integers(given, what)
+    _require_kept_integers([v for v in given if type(v) is int and abs(v) >= _INEXACT], what)
     return np.where(missing, np.nan, given).astype(np.float64)
 
 
@@ -266,6 +273,13 @@ def size_of_texts(texts: Collection[str]) -> int:
     return 4 * len(texts) * max(map(len, texts), default=0)
 
 
+def _equal(labels: NDArray[Any], number: float) -> NDArray[np.bool_] | bool:
+    """Return which labels are a number. A fraction is rounded to the dtype of the labels; an integer must be in it."""
+    with np.errstate(over="ignore"):
+        is_other = labels.dtype.kind == "f" and number % 1 == 0 and float(labels.dtype.type(number)) != number
+    return False if is_other else labels == number
+
+
 def _several(value: Any) -> Iterable[Any]:
     """Return the values of a filter: those of a list or an array, or the one value."""
     if isinstance(value, list | tuple | set | frozenset | range):
@@ -276,7 +290,10 @@ def _several(value: Any) -> Iterable[Any]:
 def _number(value: Any, kind: type[int] | type[float]) -> int | float | None:
     """Return the number that a value is, or that a text shows; ``None`` if it is none of this kind."""
     try:
-        plain = value.item() if hasattr(value, "item") else value
+        is_time = isinstance(
+            value, np.datetime64 | np.timedelta64
+        )  # whose item may be a number of nanoseconds
+        plain = value.item() if hasattr(value, "item") and not is_time else value
         number = kind(plain)
         return number if isinstance(plain, str) or number == plain or number != number else None
     except (TypeError, ValueError, OverflowError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,8 @@ def bm25(
 
 def _counts(text: Text) -> Counter[Hashable]:
     """Return how often each word or token occurs. A token in an array or a tensor is its number, which is hashed."""
+    if isinstance(text, Mapping):
+        return Counter(text)
     tokens = re.findall(r"\w+", text.lower()) if isinstance(text, str) else _plain(text)
     try:
         return Counter(map(_plain, tokens))

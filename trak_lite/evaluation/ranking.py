@@ -63,7 +63,8 @@ def precision_at(k: int, scores: ArrayLike, labels: ArrayLike) -> float:
         0.75
     """
     values, positive = _scores_and_labels(scores, labels)
-    if positive_int(k=k) > len(values):
+    k = positive_int(k=k)
+    if k > len(values):
         raise InvalidInputError(f"k must be at most the number of scores, {len(values)}, got {k}.")
     cut = np.partition(values, len(values) - k)[len(values) - k]
     above, tied = values > cut, values == cut

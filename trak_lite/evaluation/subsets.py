@@ -92,7 +92,8 @@ def removal_masks(
     """
     values = finite_matrix(scores, "scores")
     one_of(("helpful", "harmful"), sign=sign)
-    if positive_int(k=k) >= len(values):
+    k = positive_int(k=k)
+    if k >= len(values):
         raise InvalidInputError(
             f"k must be smaller than the number of train rows: there are {len(values)} rows, got k = {k}."
         )
@@ -172,7 +173,8 @@ def leave_one_out_masks(num_rows: int, rows: Sequence[int] | NDArray[np.integer]
         >>> leave_one_out_masks(3, [2, 0]).tolist()
         [[True, True, False], [False, True, True]]
     """
-    left_out = row_numbers(rows, positive_int(num_rows=num_rows))
+    num_rows = positive_int(num_rows=num_rows)
+    left_out = row_numbers(rows, num_rows)
     masks = np.ones((len(left_out), num_rows), np.bool_)
     masks[np.arange(len(left_out)), left_out] = False
     return masks

@@ -117,7 +117,7 @@ def iterate_checkpoints(
     elif isinstance(checkpoints, Mapping):
         yield Checkpoint("0", None, lambda: checkpoints, is_held=True)
     elif isinstance(checkpoints, str | os.PathLike):
-        yield from _from_path(Path(checkpoints).expanduser())
+        yield from _from_path(Path(os.path.expanduser(checkpoints)))
     elif isinstance(checkpoints, Iterable):
         if isinstance(checkpoints, list | tuple):
             _refuse_shared(checkpoints)

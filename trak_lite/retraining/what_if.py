@@ -267,8 +267,8 @@ def try_removals(
         ManifestMismatchError: If ``targets`` are not those that were scored.
         RetrainingError: If a training fails; names subset and seed.
     """
-    num_rows, least = len(scores), fewest_trials(0.9)
-    if positive_int(budget=budget) < least:
+    num_rows, least, budget = len(scores), fewest_trials(0.9), positive_int(budget=budget)
+    if budget < least:
         raise InvalidInputError(f"budget must be at least {least}, got {budget}.")
     firsts, of_all = seed_numbers(seeds=seeds), seed_numbers(2, base_seeds=base_seeds)
     used = {seed + number * seed_step(firsts) for seed in firsts for number in range(budget)}

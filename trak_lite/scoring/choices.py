@@ -197,7 +197,7 @@ class DampingPath:
     def top(self, k: int, *, target: int | None = None, sign: Sign = "helpful") -> TopRows:
         """Return the k most helpful (or harmful) rows at every damping, ``(L, M, k)``, or ``(L, k)`` for one target."""
         num_dampings, _, num_targets = self.shape
-        positive_int(k=k)
+        k = positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, num_targets, self._name)
         best, shape = chosen_top(self._matrix, k, RowChoice(), sign=sign), (num_dampings, num_targets, -1)

@@ -221,7 +221,7 @@ class Scores:
                 ``where``, or a filter or weights were given for scores of some rows only (``k=``, ``refine=``).
             UnknownNameError: If no such column is stored.
         """
-        positive_int(k=k)
+        k = positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         place = None if target is None else target_number(target, self.shape[1], self.name)
         choice = RowChoice.of(where, weights, lambda: self.columns, len(self))

@@ -70,8 +70,8 @@ class Refine:
     """Memory for the gradients of targets, in bytes. More targets than fit are scored in several passes."""
 
     def __post_init__(self) -> None:
-        positive_int(candidates=self.candidates)
-        positive_int(max_bytes=self.max_bytes)
+        object.__setattr__(self, "candidates", positive_int(candidates=self.candidates))
+        object.__setattr__(self, "max_bytes", positive_int(max_bytes=self.max_bytes))
         object.__setattr__(self, "method", unprojected_method(self.method))
 
 

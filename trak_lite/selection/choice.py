@@ -206,12 +206,14 @@ def _proportional(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
 
 def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int64]:
     each = Column(groups.labels, np.arange(len(groups.labels)))
-    texts = {} if each.labels.dtype.kind in "iuf" else {text: place for place, text in enumerate(each.texts)}
-    taken, wrong = np.zeros_like(groups.sizes), []
+    texts = () if each.labels.dtype.kind in "iuf" else each.texts
+    known = {label: place for place, label in enumerate((*each.labels.tolist(), *texts))}
+    sizes, wrong = groups.sizes, []
+    taken = np.zeros_like(sizes)
     for label, count in quotas.items():
-        place = texts.get(label_text(label))
-        places = np.flatnonzero(each.matches(label)) if place is None else np.array([place])
-        left = int((groups.sizes - taken)[places].sum())
+        place = known.get(label, known.get(label_text(label)))
+        places = np.flatnonzero(each.matches(label)) if place is None else [place % len(each.labels)]
+        left = int((sizes[places] - taken[places]).sum())
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= left:
             wrong.append(f"{label!r}: {count!r} of {left}")
         else:

@@ -159,8 +159,9 @@ class Selection:
             raise InvalidInputError(
                 f"{len(self)} rows are too many for JSON (at most {_JSON_ROWS}). Use to_parquet(path)."
             )
-        columns = {name: _plain(values) for name, values in self._columns().items()}
-        kinds = {name: values.dtype.kind for name, values in self._columns().items()}
+        arrays = {name: _narrowed(values) for name, values in self._columns().items()}
+        columns = {name: _plain(values) for name, values in arrays.items()}
+        kinds = {name: values.dtype.kind for name, values in arrays.items()}
         content = {SEAL: BLANK, "version": _VERSION, "num_rows": self.num_rows}
         content |= {"settings": self.settings, "columns": columns, "kinds": kinds}
         text = json.dumps(content, allow_nan=False) + "\n"
@@ -217,6 +218,13 @@ class Selection:
 
     def _first(self) -> list[tuple[Any, ...]]:
         return list(zip(*(_plain(values[:_SHOWN]) for values in self._columns().values()), strict=True))
+
+
+def _narrowed(values: NDArray[Any]) -> NDArray[Any]:
+    """Return objects that are all integers of 64 bits as such; other values as they are."""
+    if values.dtype == object and all(type(value) is int and -(2**63) <= value < 2**63 for value in values):
+        return values.astype(np.int64)
+    return values
 
 
 def _plain(values: NDArray[Any]) -> list[Any]:

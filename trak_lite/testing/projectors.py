@@ -170,7 +170,7 @@ class RandomProjectorTests(ProjectorTests):
         """Test <phi x, phi y>, ||phi x||^2, ||phi y||^2 and the ||phi e||^2 of every entry e alone over many seeds.
 
         The mean is within 4 standard errors of the true value; the variance is at most that of a dense Gaussian matrix.
-        The mean of an entry alone is within 5 standard errors of such a matrix, so no entry is ignored.
+        The mean of an entry alone is within 5 standard errors as well, so no entry is ignored.
         """
         x, y = _gradients(0, 1), _gradients(1, 1)
         y = {name: grad + 0.7 * x[name] for name, grad in y.items()}
@@ -197,8 +197,9 @@ class RandomProjectorTests(ProjectorTests):
         gaussian = (norms[:, None] * norms[None, :] + true.square()) / proj_dim
         slack = 1 + 5 * math.sqrt(2 / self.num_seeds)  # the variance of a variance, at 5 standard errors
         assert bool((errors.var(0) < slack * gaussian).all())
-        entries = torch.stack(alone).mean(0)
-        assert bool(((entries - 1).abs() < 5 * math.sqrt(2 / (proj_dim * self.num_seeds))).all()), entries
+        spread, entries = torch.std_mean(torch.stack(alone), 0)
+        # 1e-3 is the rounding of float16: some maps give every entry the same norm.
+        assert bool(((entries - 1).abs() < 5 * spread / math.sqrt(self.num_seeds) + 1e-3).all()), entries
 
     def test_inner_products_obey_the_johnson_lindenstrauss_bound(self) -> None:
         """For all pairs of 24 vectors and 5 seeds, the error at K = 1024 is at most 0.35 |x||y|.
