@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from collections import Counter
 from functools import partial
 
@@ -192,6 +193,17 @@ def test_an_interval_without_spread_has_that_of_all_permutations():
     half = stats.norm.ppf(0.975) * (by_chance[:, 0] - by_chance[:, 1]).std()
     found = evaluation.compare_datamodeling_scores(outputs, other, None, outputs, num_resamples=1)
     np.testing.assert_allclose(found.interval, [found.mean - half, found.mean + half], atol=1e-12)
+
+
+def test_many_subsets_of_few_targets_need_no_matrix_of_subsets():
+    scores, outputs = np.random.default_rng(0).normal(size=(2, 2000, 1))
+    tracemalloc.start()
+    try:
+        low, high = evaluation.linear_datamodeling_score(scores, None, outputs, num_resamples=2).interval
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2000**2 / 4
+    finally:
+        tracemalloc.stop()
+    assert low < 0 < high
 
 
 def test_the_interval_of_a_correlation_ends_at_one_and_is_everything_for_fewer_than_five_subsets():

@@ -126,6 +126,15 @@ def test_errors_that_grow_with_the_share_are_those_of_the_share_that_is_asked_fo
         assert 1.5 < np.median(widths[share]) / share < 2.6
 
 
+def test_trials_of_one_size_do_not_say_that_the_noise_of_smaller_sets_is_smaller():
+    rng = np.random.default_rng(3)
+    predicted, zeros = rng.normal(size=(60, 4)), np.zeros(4)
+    noisy = predicted + rng.normal(size=(60, 4))  # between seeds: of any size
+    known = Trials(np.full(60, 0.5), predicted, predicted, noisy, zeros, zeros, 1)
+    widths = [known.interval(zeros, zeros, share).half_width for share in (0.5, 0.2, 0.05)]
+    np.testing.assert_allclose(widths[1:], widths[:1] * 2, rtol=1e-6)
+
+
 def test_trials_of_one_size_give_their_slope_to_sets_of_other_sizes():
     """To a size that differs by rounding, too."""
     predicted = np.random.default_rng(8).normal(size=(40, 20))

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,7 +210,39 @@ def test_more_subsets_and_seeds_train_what_is_new_and_compare_what_is_stored(att
     assert verified(7, 0, 3)[0] == 7 + 1 + 1
     assert verified(8, 0, 3)[0] == 2 + 2, "the first and the second subset are repeated"
     monkeypatch.setitem(globals(), "STEP", [2.0])
-    assert verified(9, 0)[0] >= 9 + 1, "those of another training are not used"
+    trained, compared = verified(9, 0)
+    assert trained == 9 + 2, (
+        "a model of each number of seeds is repeated, and those of another training are not used"
+    )
+    assert "All models are trained again." in compared
+
+
+def test_a_larger_budget_that_was_killed_takes_what_a_smaller_one_has_trained_since(attributor):
+    scores, calls = attributor.scores("test"), []
+
+    def verified(budget, stops_at=10**6):
+        calls.clear()
+
+        def stopping(rows, seed):
+            if len(calls) == stops_at:
+                raise KeyboardInterrupt
+            calls.append(seed)
+            return train_with_a_step(rows, seed)
+
+        return verify(scores, stopping, TARGETS, budget=budget, train_id="mine")
+
+    with pytest.raises(KeyboardInterrupt):
+        verified(8, stops_at=1)
+    assert (verified(5).num_subsets, len(calls)) == (5, 5)
+    assert (verified(8).num_subsets, len(calls)) == (8, 3)
+
+
+def test_a_damaged_table_of_other_retrainings_is_not_in_the_way(attributor):
+    scores = attributor.scores("test")
+    verify(scores, train_with_a_step, TARGETS, budget=5, train_id="of last year")
+    (damaged,) = Path(attributor.path).glob("retrains/test/*/zarr.json")
+    damaged.write_text("{")
+    assert verify(scores, train_with_a_step, TARGETS, budget=6, train_id="of today").num_subsets == 6
 
 
 @pytest.mark.parametrize("featurized", [True, False])

@@ -354,10 +354,16 @@ def _permuted_deviations(ranked: Sequence[_Ranked], actual: _Ranked, num_subsets
         ranks = one.deviations(np.ones(num_subsets))
         units.append(ranks / np.maximum(np.linalg.norm(ranks, axis=1, keepdims=True), 1e-300))
     outputs, *predicted = units
-    # A mean is the trace of one of these; both factors have rows of mean 0.
-    first, *others = (one.T @ outputs / outputs.any(axis=1).sum() for one in predicted)
-    products = (first, *others, *(first - other for other in others))
-    return [float(np.linalg.norm(one)) / math.sqrt(num_subsets - 1) for one in products]
+    scale = float(outputs.any(axis=1).sum()) * math.sqrt(num_subsets - 1)
+
+    def norm(one: NDArray[np.float64]) -> float:
+        """Return the norm of ``one.T @ outputs``, whose trace is the sum; rows of both factors have mean 0."""
+        if len(one) > num_subsets:
+            return float(np.linalg.norm(one.T @ outputs))
+        return math.sqrt(max(float(np.sum((one @ one.T) * (outputs @ outputs.T))), 0.0))
+
+    first, *others = predicted
+    return [norm(one) / scale for one in (first, *others, *(first - other for other in others))]
 
 
 def _bootstrapped(

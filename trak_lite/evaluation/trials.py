@@ -258,7 +258,8 @@ class Trials:
         made = self.predicted, self.shares[:, None]
         variance = _Variance.of(*made, residuals, weights)
         quantile = conformal_quantile(np.abs(residuals) / variance.deviation(*made), weights, level)
-        return asked * slopes[0], quantile * variance.deviation(asked, share)
+        # Trials of one size do not tell the constant from the part that grows with the share.
+        return asked * slopes[0], quantile * variance.deviation(asked, max(share, float(self.shares.min())))
 
 
 def _size(values: Array) -> float:

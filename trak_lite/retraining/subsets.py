@@ -24,6 +24,7 @@ from torch import Tensor
 from trak_lite.core.validate import positive_int
 from trak_lite.errors import (
     BusyError,
+    CorruptStoreError,
     InvalidInputError,
     ManifestMismatchError,
     NonFiniteError,
@@ -128,7 +129,12 @@ class _Plan:
             return None
         plan = replace(self, masks=self.masks[:count], seeds=self.seeds[: len(seeds)])
         described = {**self.fingerprint, **_described(plan.masks, plan.seeds)}
-        return replace(plan, fingerprint=described) if described == fingerprint else None
+        if described != fingerprint:
+            return None
+        plan = replace(plan, fingerprint=described)
+        if plan.seeds == self.seeds:  # the same rows
+            object.__setattr__(plan, "_repeated", self._repeated)
+        return plan
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
         for row in rows:
@@ -313,31 +319,49 @@ def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool 
         compared += " All models are trained again."
         logger.info(compared)
         number += 1
-    if path not in known and not compared:
-        compared = _reuse(workspace, known, path, plan)
+    if number == 0:
+        reused = _reuse(workspace, [name for name in known if name != path], path, plan)
+        compared = compared or reused
     return _fill(workspace, path, plan, compared)
 
 
 def _reuse(workspace: Workspace, known: Iterable[str], path: str, plan: _Plan) -> str:
-    """Copy the outputs of the largest known plan that is a part of this one, and return how they were compared."""
-    tables = [(name, table) for name in known if (table := workspace.table(name)) is not None]
-    for name, table in sorted(tables, key=lambda pair: -pair[1].spec.num_rows):
-        part = plan.part(table.spec.fingerprint)
-        is_same, compared = (False, "") if part is None else _compared(workspace, name, part)
-        if part is None or not is_same:
+    """Copy outputs that are missing from a known plan that is a part of this one, and return how they were compared."""
+    begun, parts = workspace.table(path), []
+    missing = np.ones(plan.num_rows, np.bool_) if begun is None else ~begun.done()
+
+    def rows_here(part: _Plan, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        subsets, seeds = np.divmod(rows, len(part.seeds))
+        return subsets * len(plan.seeds) + seeds
+
+    for name in known:
+        try:
+            table = workspace.table(name)
+            part = None if table is None else plan.part(table.spec.fingerprint)
+            if table is not None and part is not None:
+                count = int(missing[rows_here(part, np.flatnonzero(table.done()))].sum())
+                parts += [(count, name, table, part)] if count else []
+        except CorruptStoreError as error:  # a check of the store finds it
+            logger.info("Outputs of other retrainings cannot be read: %s", error)
+    compared = ""
+    for _, name, table, part in sorted(parts, key=lambda found: -found[0]):
+        is_same, compared = _compared(workspace, name, part)
+        if not is_same:
+            compared += " All models are trained again."
             continue
         made = {_CONDITIONS: workspace.store().attributes(name).get(_CONDITIONS)}
         lazy = workspace.lazy_table(path, plan.spec(table.column(OUTPUTS).width or 1), made)
         for chunk in range(table.num_chunks):
-            rows, values = table.read_done(chunk)
-            subsets, seeds = np.divmod(rows, len(part.seeds))
+            done, values = table.read_done(chunk)
+            rows = rows_here(part, done)
+            new = missing[rows]
             try:
-                if len(rows):
-                    lazy.put(subsets * len(plan.seeds) + seeds, values)
+                if new.any():
+                    lazy.put(rows[new], {column: value[new] for column, value in values.items()})
             except (BusyError, StateError) as error:
                 logger.info("Did not copy outputs, because another process has them: %s", error)
-        return compared
-    return ""
+        break
+    return compared
 
 
 def retraining_plan(
@@ -385,7 +409,7 @@ def seed_numbers(fewest: int = 1, **named: Sequence[int]) -> tuple[int, ...]:
     ((name, seeds),) = named.items()
     numbers: tuple[int, ...] = ()
     with contextlib.suppress(TypeError):
-        numbers = tuple(operator.index(seed) for seed in seeds)
+        numbers = tuple(int(operator.index(seed)) for seed in seeds)
     if len(numbers) < fewest or len(set(numbers)) < len(numbers):
         raise InvalidInputError(
             f"{name} must be {'one' if fewest == 1 else fewest} or more different integers, such as (0, 1), got "
