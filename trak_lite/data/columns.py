@@ -25,9 +25,9 @@ Where: TypeAlias = ArrayLike | Mapping[str, Any]
 MOST_TEXT_BYTES: Final = 1 << 28
 """Limit on an array of texts."""
 _NUMBERS: Final = "biuf"
+"""Kinds of dtypes of numbers."""
 _INEXACT: Final = 2**53
 """Integers below it in size are exact in float64."""
-"""Kinds of dtypes of numbers."""
 
 
 @final

@@ -539,8 +539,8 @@ def more_entries(model: nn.Module) -> OrderedDict[str, Any]:
             continue
         try:
             others[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        except (TypeError, RuntimeError, pickle.PicklingError) as error:
-            refuse_signal(error)  # a lock or an open file is not restored; entries_digest names it
+        except (TypeError, RuntimeError, pickle.PicklingError) as error:  # of a lock: entries_digest names it
+            refuse_signal(error)
     return with_versions(others, module_versions(state))
 
 

@@ -334,7 +334,7 @@ def _reuse(workspace: Workspace, known: Iterable[str], path: str, plan: _Plan) -
         subsets, seeds = np.divmod(rows, len(part.seeds))
         return subsets * len(plan.seeds) + seeds
 
-    for name in known:
+    for name in known if missing.any() else ():
         try:
             table = workspace.table(name)
             part = None if table is None else plan.part(table.spec.fingerprint)
