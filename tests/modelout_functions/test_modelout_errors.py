@@ -53,7 +53,7 @@ class ForeignTask:
     ("task", "message"),
     [
         ("image_clasification", "Did you mean 'image_classification'.*Known names"),
-        ("classification", "mean 'image_classification' or .*'text_classification' or .*'dense_classification'"),
+        ("language_modeling", "mean 'causal_language_modeling' or 'masked_language_modeling'"),
         ("?", "Known names: .*'binary_classification'"),
         (nn.Linear(1, 1), f"is a {LINEAR}"),
         (nn.Linear, f"is the class {LINEAR}"),

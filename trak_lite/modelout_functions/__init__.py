@@ -63,6 +63,7 @@ MODEL_OUTPUTS.update(
         CLIPModelOutput,
     )
 )
+MODEL_OUTPUTS["classification"] = ImageClassificationModelOutput  # nothing in it is about images
 
 __all__ = [
     "MODEL_OUTPUTS",

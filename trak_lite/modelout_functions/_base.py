@@ -376,7 +376,7 @@ def resolve_task(
     if isinstance(task, str):
         if task in MODEL_OUTPUTS:
             return MODEL_OUTPUTS[task]()
-        # A part of several names ("classification") is none of them: their batches and outputs differ.
+        # A part of several names ("language_modeling") is none of them: their batches and outputs differ.
         near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
         near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
