@@ -41,10 +41,10 @@ from benchmarks.measuring import (
     surroundings,
     wall_seconds,
 )
+from trak_lite.core.checksums import crc32c
 from trak_lite.linalg.products import score_block
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec
 from trak_lite.store import AbstractRowTable, Manifest, TableSpec, ZarrFeatureStore
-from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.documents import table_identity
 from trak_lite.store.disk.records import CommitRecord

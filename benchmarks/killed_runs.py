@@ -32,10 +32,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trak_lite import Attributor, TRAKer, verify
 from trak_lite import cli as command_line
+from trak_lite.core import failpoints
 from trak_lite.errors import InvalidInputError, MissingStoreError
 from trak_lite.methods import EKFAC, Fisher
 from trak_lite.store import AbstractRowTable, RemotePlace, check_store, open_store
-from trak_lite.store import _failpoints as failpoints
 from trak_lite.unrolled import Adam, Recipe, unrolled
 
 __all__ = ["PATHS", "Kills"]

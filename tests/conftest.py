@@ -42,7 +42,7 @@ def _cheap() -> Iterator[None]:
 
     A sync matters to a power cut alone; ``test_store_disk`` records the syncs. Those that do nothing need no threads.
     """
-    at_once = resolve_name("trak_lite.store.disk.files:_at_once")
+    at_once = resolve_name("trak_lite.core.files:_at_once")
 
     def in_turn(calls: Sequence[Callable[[], None]]) -> None:
         for some in [[call] for call in calls] if os.fsync is _unsynced else [calls]:
@@ -50,7 +50,7 @@ def _cheap() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
-        patched.setattr("trak_lite.store.disk.files._at_once", in_turn)
+        patched.setattr("trak_lite.core.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
         yield
 

@@ -48,7 +48,7 @@ FILE_OF = {
     "triton": "projectors/*/triton*.py",
     "pandas": "scoring/frames.py",
     "xarray": "scoring/scores.py",
-    "google_crc32c": "store/_checksums.py",
+    "google_crc32c": "core/checksums.py",
     "fsspec": "store/remote/objects_fsspec.py",
     "jinja2": "report/page.py",
     "markupsafe": "report/page.py",

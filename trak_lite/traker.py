@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
+from trak_lite.core.folders import whole_file
 from trak_lite.core.validate import integer_at_least, positive_int, real_at_least
 from trak_lite.core.version import __version__
 from trak_lite.data.batches import ColumnMarks, batch_size, flatten_batch, move_batch, take_rows
@@ -63,7 +64,6 @@ from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
-from trak_lite.store.disk.folders import whole_file
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 

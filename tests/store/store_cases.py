@@ -18,6 +18,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from trak_lite.core import failpoints
+from trak_lite.core.checksums import crc32c
 from trak_lite.errors import StoreError
 from trak_lite.store import (
     AbstractObjects,
@@ -31,8 +33,6 @@ from trak_lite.store import (
     create_store,
     open_store,
 )
-from trak_lite.store import _failpoints as failpoints
-from trak_lite.store._checksums import crc32c
 from trak_lite.store.disk.documents import sealed, table_identity
 from trak_lite.store.disk.listing import entry_name
 

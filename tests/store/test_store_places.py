@@ -15,9 +15,9 @@ from late import Late
 from store_cases import MANIFEST, NAME, SPEC, check_rows, make, open_remote, put_pending, raises, values
 
 from trak_lite.cli import main
+from trak_lite.core import files
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
 from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store
-from trak_lite.store.disk import files
 
 zarr = Late("zarr")
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")

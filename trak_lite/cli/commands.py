@@ -22,6 +22,8 @@ from trak_lite.attributor import Attributor, FeaturizeSummary
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
+from trak_lite.core.folders import scratch_folder
+from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import writing
 from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
@@ -41,8 +43,6 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
 from trak_lite.store import Manifest, RemotePlace, open_store
 from trak_lite.store._names import check_name
-from trak_lite.store.disk.folders import scratch_folder
-from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""

@@ -25,7 +25,8 @@ from trak_lite.attributor import Attributor
 from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of, shown_type
 from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
-from trak_lite.core.validate import check_depth, known_names
+from trak_lite.core.json_text import check_depth
+from trak_lite.core.validate import known_names
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers.normalization import Normalization

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from trak_lite.core.validate import parse_json
+from trak_lite.core.json_text import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.verdict import OneRunVerdict

@@ -12,6 +12,7 @@ from trak_lite.attributor import Attributor
 from trak_lite.cli.commands import beside, methods_of, opener, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
+from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import require_packages
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
@@ -24,7 +25,7 @@ from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
 from trak_lite.serve.sets import Sets
-from trak_lite.store import Manifest, open_store
+from trak_lite.store import open_store
 
 _PORT = "8765"
 
@@ -99,7 +100,7 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
             store=store,
             # A text has no scores of a matrix method.
             method=method if chosen.multiplies_rows else None,
-            salt=Manifest({"recipe": recipe.digest, "arguments": arguments}).digest(),
+            salt=digest_of({"recipe": recipe.digest, "arguments": arguments}),
             sample_of=recipe.bound("sample", arguments),
             predict=recipe.bound("predict", arguments),
             tokens=recipe.bound("tokens", arguments),
@@ -117,7 +118,7 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
         with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
             run = live.attributor.scores(name, method=scores.method, task=task).run
             found = run.target_identity(run.targets(live.targets))
-            if Manifest({key: stored.get(key) for key in found}).digest() == Manifest(found).digest():
+            if digest_of({key: stored.get(key) for key in found}) == digest_of(found):
                 return run.target_task
     return None
 

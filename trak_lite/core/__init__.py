@@ -1,1 +1,1 @@
-"""What every room uses: devices, random numbers, validation, progress, caches of models, the version."""
+"""What every room uses: devices, random numbers, files, JSON, digests, validation, progress, caches of models."""

@@ -1,11 +1,10 @@
-"""Argument checks, which raise :class:`InvalidInputError`, and a JSON parser with limits."""
+"""Argument checks, which raise :class:`InvalidInputError`."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import importlib.util
-import json
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator
@@ -13,14 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trak_lite.errors import InvalidInputError, MissingPackageError, TrakLiteError, UnknownNameError
-
-_DEEPEST = 128
-_MOST_BYTES = 64 << 20
-_MOST_VALUES = 1 << 21
-_STRUCTURE = (b"[", b"{", b",", b":")
 
 
 def positive_int(**named: object) -> int:
@@ -147,70 +140,6 @@ def writing(out: Path) -> Iterator[None]:
         raise InvalidInputError(
             f"{out} cannot be written: {error.strerror or error}. Name a file in a folder that can be written."
         ) from error
-
-
-def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
-    """Parse a JSON text after checking its size; all JSON read from stores goes through this function.
-
-    Two million values suffice for a manifest of 100,000 modules. An empty list takes 2 bytes of text but 80 bytes of
-    memory, so the limit on values, not on bytes, bounds the cost: about 400 MB and one second.
-
-    Args:
-        text: JSON in UTF-8.
-        finite: Reject NaN and infinite numbers, which Python writes although they are not JSON.
-
-    Raises:
-        ValueError: If the text is not JSON, is longer than 64 MiB, has more than 2,097,152 values, is nested more than
-            128 levels deep, or, with ``finite``, has a number that is not finite.
-
-    Example:
-        >>> parse_json(b'{"a": [1, 2.5, null]}')
-        {'a': [1, 2.5, None]}
-    """
-    size = len(text) if isinstance(text, bytes) else text.nbytes
-    if size > _MOST_BYTES:
-        raise ValueError(f"{size} bytes, expected at most {_MOST_BYTES}")
-    plain = text if isinstance(text, bytes) else text.tobytes()
-    values = sum(map(plain.count, _STRUCTURE))  # an upper bound: characters inside strings count too
-    if values > _MOST_VALUES:
-        raise ValueError(f"more than {_MOST_VALUES} values")
-    try:
-        number = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
-        value = json.loads(plain, **number)  # type: ignore[arg-type]
-    except RecursionError as error:
-        raise ValueError(f"nested more than {_DEEPEST} levels deep") from error
-    if plain.count(b"[") + plain.count(b"{") > _DEEPEST:  # fewer brackets cannot be nested deeper
-        check_depth(value)
-    return value
-
-
-def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
-    """Raise if a JSON value is nested so deeply that recursive functions could exceed the recursion limit.
-
-    Raises:
-        ValueError: If it is nested more than ``deepest`` levels deep.
-
-    Example:
-        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
-        Traceback (most recent call last):
-        ...
-        ValueError: nested more than 2 levels deep
-    """
-    level = [value]
-    for _ in range(deepest + 1):
-        nested = (item for item in level if isinstance(item, dict | list))
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
-        if not level:
-            return
-    raise ValueError(f"nested more than {deepest} levels deep")
-
-
-def _finite(text: str) -> float:
-    """Return a finite number of a JSON text; Python's parser also accepts NaN and infinities."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
-    return number
 
 
 def target_number(target: Any, count: int, name: str) -> int:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import undisturbed
+from trak_lite.core.folders import whole_file
 from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import BORDERS, Documents
@@ -47,7 +48,6 @@ from trak_lite.run.tables import (
 from trak_lite.store import TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._names import check_name
-from trak_lite.store.disk.folders import whole_file
 from trak_lite.types import Batch
 
 _MOST_KEPT_BYTES: Final = 1 << 26

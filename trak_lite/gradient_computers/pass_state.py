@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.devices import rng_state
+from trak_lite.core.fingerprint import functions_of
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.modelout_functions._describe import functions_of
 
 _MOST_DESCRIBED: Final = 1 << 14
 """Entries of a list or a dict that are compared by value; larger ones are compared by identity and length."""

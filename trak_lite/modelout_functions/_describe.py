@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import hashlib
-import inspect
 import json
 import pickle
-import re
-import sys
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trak_lite.core.fingerprint import (
+    SIMPLE,
+    array_json,
+    code_bytes,
+    dtype_name,
+    functions_of,
+    is_foreign,
+    module_name,
+    name_of,
+    sha256,
+    source_bytes,
+    tensor_json,
+)
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput
 
@@ -34,12 +41,9 @@ _MAX_DEPTH = 32
 """Maximum nesting depth of described objects."""
 _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
-FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
-"""Packages whose classes and functions are described by name only, as they are not part of the user's task."""
-_SIMPLE = (type(None), bool, int, float, str)
 _ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version")
 """Entries of a configuration that say where it comes from."""
-_PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
+_PLAIN = (*SIMPLE, Tensor, np.ndarray, np.generic)
 """Types of class attributes that are described besides functions."""
 
 
@@ -87,87 +91,11 @@ def describe_task(task: AbstractModelOutput, model: nn.Module | None = None) -> 
     return {**_Description(_Parts(model), lenient=True).value(cls, cls.__name__), "settings": settings}
 
 
-def is_foreign(thing: Any) -> bool:
-    """Return whether a class or function can be looked up by its name in Python, NumPy, torch or this package.
-
-    The ``__module__`` attribute alone is not enough: a class made by ``type(...)`` may claim the module ``abc``.
-    """
-    module = str(getattr(thing, "__module__", None))
-    found: Any = sys.modules.get(module)
-    for part in thing.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is thing and module.partition(".")[0] in FOREIGN
-
-
-_FORMER_MODULES: Final = {
-    "evaluation.ranking.MislabelDetection": "evaluation.detection",
-    "evaluation.subsets.LossRise": "evaluation.removal",
-    "integrations.trl.PairCollator": "integrations._trl",
-    "integrations.trl.RolloutCollator": "integrations._trl",
-    "methods.inverse.AbstractInverseMethod": "methods.ekfac",
-    "methods.inverse.CG": "methods.cg",
-    "methods.inverse.EKFAC": "methods.ekfac",
-    "methods.inverse.LiSSA": "methods.lissa",
-    "methods.stored.Fisher": "methods.fisher",
-    "methods.stored.GaussNewton": "methods.gauss_newton",
-    "methods.stored.TRAK": "methods.trak",
-    "methods.stored.GradCos": "methods.grad_cos",
-    "methods.stored.GradDot": "methods.grad_dot",
-    "methods.stored.LESS": "methods.less",
-    "methods.stored.TracIn": "methods.tracin",
-    "modelout_functions._base.CallableModelOutput": "modelout_functions.callable",
-    "modelout_functions.contrastive.CLIPModelOutput": "modelout_functions.clip",
-    "modelout_functions.language_modeling.DenseClassificationModelOutput": "modelout_functions.dense",
-    "modelout_functions.language_modeling.PositionwiseModelOutput": "modelout_functions._positions",
-    "modelout_functions.post_training.AnswerDifferenceModelOutput": "modelout_functions.preferences",
-    "modelout_functions.post_training.DPOModelOutput": "modelout_functions.preferences",
-    "modelout_functions.post_training.PolicyGradientModelOutput": "modelout_functions.policy_gradient",
-    "modelout_functions.post_training.RewardModelOutput": "modelout_functions.preferences",
-    "modelout_functions.post_training._PreferenceModelOutput": "modelout_functions.preferences",
-    "modelout_functions.post_training.reference_columns": "modelout_functions.preferences",
-    "modelout_functions.post_training.response_labels": "modelout_functions._chat",
-    "modelout_functions.supervised.BinaryClassificationModelOutput": "modelout_functions.binary",
-    "modelout_functions.supervised.ImageClassificationModelOutput": "modelout_functions.classification",
-    "modelout_functions.supervised.IterativeImageClassificationModelOutput": "modelout_functions.classification",
-    "modelout_functions.supervised.MultiLabelModelOutput": "modelout_functions.binary",
-    "modelout_functions.supervised.RegressionModelOutput": "modelout_functions.regression",
-    "modelout_functions.supervised.TextClassificationModelOutput": "modelout_functions.classification",
-    "modelout_functions.supervised._Classifier": "modelout_functions.classification",
-    "modelout_functions._base.LossModelOutput": "modelout_functions._sampling",
-    "modelout_functions._base.resolve_task": "modelout_functions._registry",
-    "projectors.dense.projectors.FastJLProjector": "projectors.dense.fast_jl",
-    "projectors.mask.GraSSProjector": "projectors.mask.projectors",
-    "projectors.mask.MaskProjector": "projectors.mask.projectors",
-    "projectors.per_module.NoOpProjector": "projectors.identity",
-    "retraining.verify.verify_run": "retraining.one_run",
-    "scoring.uncertainty.Reliability": "scoring.source",
-    "store._columns.TableSpec": "store._base",
-    "store._table.AbstractRowTable": "store._base",
-    "unrolled.runs.Recipe": "unrolled.recipe",
-    "unrolled.subsets.SubsetTraining": "unrolled.runs",
-}
-"""Modules in which classes of this package stood when descriptions that hold their names were first stored."""
-_RECIPE: Final = re.compile(r"trak_lite_recipe_[0-9a-f]{16}_")
-"""Begins the name of a recipe's module (``trak_lite/cli/recipes.py``), which changes with every byte of the file."""
-
-
-def _module_name(module: str) -> str:
-    """Return the name of a module, as stored; that of a recipe is the name that ``import`` gives to its file."""
-    return _RECIPE.sub("", module, count=1)
-
-
-def name_of(thing: Any) -> str:
-    """Return the qualified name, as stored; objects implemented in C may have no module."""
-    module, name = _module_name(getattr(thing, "__module__", None) or "builtins"), thing.__qualname__
-    former = _FORMER_MODULES.get(f"{module.removeprefix('trak_lite.')}.{name}")
-    return f"{module}.{name}" if former is None else f"trak_lite.{former}.{name}"
-
-
 def _is_setting(value: Any) -> bool:
     """Return whether a module's attribute is a simple setting: a number, a string, an activation function."""
     if isinstance(value, tuple | list):
         return all(map(_is_setting, value))
-    return isinstance(value, (*_SIMPLE, FunctionType, BuiltinFunctionType))
+    return isinstance(value, (*SIMPLE, FunctionType, BuiltinFunctionType))
 
 
 def _config_of(network: nn.Module) -> str | None:
@@ -181,18 +109,6 @@ def _config_of(network: nn.Module) -> str | None:
         return sha256(json.dumps(kept, sort_keys=True).encode()) if kept else None
     except (TypeError, ValueError):
         return None
-
-
-def functions_of(member: Any) -> list[Any]:
-    """Return the functions of a class's attribute: of a method, a property, a cached function."""
-    if isinstance(member, property):
-        member_functions = [member.fget, member.fset]
-    elif isinstance(member, functools.cached_property):
-        member_functions = [member.func]
-    else:
-        member_functions = [getattr(member, "__func__", member)]
-    kinds = (FunctionType, functools.partial, functools._lru_cache_wrapper)
-    return [function for function in member_functions if isinstance(function, kinds)]
 
 
 @final
@@ -259,13 +175,13 @@ class _Description:
         if isinstance(value, Tensor):
             return tensor_json(value) or self._refused(value, path, "it has no plain values")
         if isinstance(value, np.generic) and not value.dtype.hasobject:
-            return {"scalar": _dtype(value.dtype), "value": str(value)}
+            return {"scalar": dtype_name(value.dtype), "value": str(value)}
         if type(value) is np.ndarray and not value.dtype.hasobject:
             return array_json(value)
         if type(value) in (bytes, bytearray):
             return {type(value).__name__: sha256(bytes(value))}
         if isinstance(value, ModuleType):
-            return {"module": _module_name(value.__name__)}
+            return {"module": module_name(value.__name__)}
         if id(value) in self._open:  # a reference cycle: describe it by depth, not by address
             return {"cycle": len(self._open) - self._open.index(id(value))}
         if len(self._open) >= _MAX_DEPTH:
@@ -479,80 +395,3 @@ class _Description:
         if isinstance(state, tuple) and all(isinstance(part, dict | None) for part in state):
             return [self._attributes(part or {}, path) for part in state]
         return self.value(state, path)
-
-
-# Bytes and digests of code, tensors and arrays
-
-
-def sha256(raw: bytes) -> str:
-    """Return the digest in hex."""
-    return hashlib.sha256(raw).hexdigest()
-
-
-def tensor_json(tensor: Tensor) -> dict[str, Any] | None:
-    """Return dtype, shape and digest of the values; ``None`` for a tensor without plain values (sparse, meta)."""
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        return None
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    raw = plain.view(torch.uint8).numpy().tobytes()
-    return {"tensor": str(tensor.dtype), "shape": list(tensor.shape), "sha256": sha256(raw)}
-
-
-def array_json(array: NDArray[Any]) -> dict[str, Any]:
-    """Return dtype, shape and digest of the values of an array that holds no Python objects."""
-    return {"array": _dtype(array.dtype), "shape": list(array.shape), "sha256": sha256(array.tobytes())}
-
-
-def _dtype(dtype: np.dtype[Any]) -> str:
-    return dtype.str if dtype.names is None else repr(dtype.descr)
-
-
-def source_bytes(thing: type | CodeType) -> bytes:
-    """Return the source text of a class or a function's code; empty if it has none (interactive prompt, exec)."""
-    if isinstance(thing, CodeType):
-        return _source_of_code(thing, thing.co_filename)
-    if thing not in _SOURCES:
-        _SOURCES[thing] = _read_source(thing)
-    return _SOURCES[thing]
-
-
-_SOURCES: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
-"""Sources of classes: a model of transformers has hundreds of functions, whose files take seconds to parse."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _source_of_code(code: CodeType, _: str) -> bytes:  # codes of different files may be equal
-    return _read_source(code)
-
-
-def _read_source(thing: type | CodeType) -> bytes:
-    try:
-        return inspect.getsource(thing).encode()
-    except (OSError, TypeError):
-        return b""
-
-
-def code_bytes(code: CodeType) -> bytes:
-    """Return a function's bytecode and constants, without line numbers and file names."""
-    form = (
-        code.co_argcount,
-        code.co_posonlyargcount,
-        code.co_kwonlyargcount,
-        code.co_flags,
-        code.co_names,
-        code.co_varnames,
-        code.co_freevars,
-    )
-    constants = [_constant(value) for value in code.co_consts]
-    parts = [code.co_code, code.co_exceptiontable, repr(form).encode(), *constants]
-    # Prefix each part with its length: with a separator, different parts could give the same bytes.
-    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-
-
-def _constant(value: Any) -> bytes:
-    """Return the bytes of a constant; sets are sorted because their order differs between processes."""
-    if isinstance(value, CodeType):
-        return code_bytes(value)
-    if isinstance(value, frozenset):
-        return f"frozenset {sorted(map(repr, value))}".encode()
-    return repr(value).encode()

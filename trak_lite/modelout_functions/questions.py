@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
+from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
-from trak_lite.modelout_functions._describe import describe_task, tensor_json
+from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._inputs import (
     LABEL_KEYS,
     fields_of,

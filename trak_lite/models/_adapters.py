@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_lite.core.validate import parse_json
+from trak_lite.core.json_text import parse_json
 from trak_lite.errors import CheckpointError
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")

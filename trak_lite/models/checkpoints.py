@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.eval_caches import in_modes
-from trak_lite.core.validate import parse_json, some_of
+from trak_lite.core.json_text import parse_json
+from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError, refuse_signal, summary
 from trak_lite.models._adapters import (
     ADAPTER_FILES,

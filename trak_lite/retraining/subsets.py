@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from trak_lite.core.fingerprint import describe_source
 from trak_lite.core.validate import positive_int
 from trak_lite.errors import (
     BusyError,
@@ -36,7 +37,7 @@ from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
 from trak_lite.parallel.sharing import LazyTable, SharedRows
-from trak_lite.run.repeats import compare, conditions, describe_source
+from trak_lite.run.repeats import compare, conditions
 from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
 from trak_lite.store import Column, Manifest, RemotePlace, TableSpec

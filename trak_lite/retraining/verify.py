@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from trak_lite.core.eval_caches import own_modes
+from trak_lite.core.files import refuse_links
+from trak_lite.core.json_text import digest_of
 from trak_lite.data.datasets import Rows, every_nth, rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
@@ -49,8 +51,7 @@ from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
-from trak_lite.store.disk.files import refuse_links
-from trak_lite.store.manifest import Manifest, compare_fingerprints
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.unrolled import TrainingRun
 
 Retrain: TypeAlias = Callable[..., Retrained]
@@ -347,7 +348,7 @@ def verify_run(
             "targets."
         )
     identity = {"run": run.digest, "targets": rows.identity(), "task": describe_task(asked), "budget": budget}
-    digest = Manifest(identity).digest()
+    digest = digest_of(identity)
     _require_scored(scores, run, identity)
     folder = None if run.path is None else run.path / "left-out" / digest[:16]
     if folder is not None:

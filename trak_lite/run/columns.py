@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from trak_lite.core.validate import parse_json
+from trak_lite.core.json_text import digest_of, parse_json
 from trak_lite.data.columns import MOST_TEXT_BYTES, Column, short_texts, size_of_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.run.tables import COLUMNS, column_path, num_train_rows
-from trak_lite.store import AbstractFeatureStore, Manifest
+from trak_lite.store import AbstractFeatureStore
 
 logger = logging.getLogger(__name__)
 
@@ -127,4 +127,4 @@ def _as_bytes(value: str | list[str]) -> NDArray[np.uint8]:
 
 
 def _key(store: AbstractFeatureStore) -> str:
-    return Manifest({"dataset": store.manifest.fingerprint.get("dataset", {})}).digest()
+    return digest_of({"dataset": store.manifest.fingerprint.get("dataset", {})})

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import to_device
+from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
 from trak_lite.methods import METHODS, AbstractMethod
@@ -42,7 +43,7 @@ def path_of(kind: str, *names: str, identity: Mapping[str, Any] | None = None) -
         >>> path_of("scores", "test"), path_of("views", "test", identity={"name": "TRAK"})
         ('scores/test', 'views/test/ef0deea7410fd7dd')
     """
-    digest = [] if identity is None else [Manifest(dict(identity)).digest()[:16]]
+    digest = [] if identity is None else [digest_of(identity)[:16]]
     return "/".join((kind, *names, *digest))
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
 from trak_lite.errors import (
     BusyError,
@@ -70,7 +71,7 @@ class Workspace:
         if self._memory is None:
             return False
         stored = self._memory.manifest.fingerprint.get("dataset", {})
-        return Manifest(stored).digest() != Manifest(dict(dataset)).digest()
+        return digest_of(stored) != digest_of(dataset)
 
     @contextmanager
     def opened(self, manifest: Manifest, *, appended_to: FirstRows | None = None) -> Iterator[Self]:

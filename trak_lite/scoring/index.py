@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, eigh_of_positive, full_float32
+from trak_lite.core.json_text import digest_of
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.errors import BusyError
 from trak_lite.linalg.topk import TopRows
@@ -41,7 +42,7 @@ from trak_lite.run.tables import FEATURES, as_tensor, index_paths
 from trak_lite.scoring.matrix import best_of, top_and_bottom, top_and_bottom_of
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class _Index:
         basis = store.open_table(f"{path}/basis")
         # Another set under the same name has other targets, of which the measured ones are no sample.
         targets = [source.targets_of(table).content_key() for table in source.train]
-        self._key = Manifest({"basis": basis.content_key(), "targets": targets}).digest()
+        self._key = digest_of({"basis": basis.content_key(), "targets": targets})
         self.rows = store.open_table(f"{path}/rows")
         self._sample = _sampled_rows(source)
         self._coefficients = torch.from_numpy(_coefficients_of(basis, self._sample))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.devices import float64_device
+from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import Run
@@ -26,7 +27,7 @@ from trak_lite.scoring.records import ScoreEntries, ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store.manifest import compare_fingerprints, differing_keys
 
 
@@ -350,4 +351,4 @@ class ScoreResult:
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""
-        return Manifest(self._spec.fingerprint).digest()
+        return digest_of(self._spec.fingerprint)

@@ -12,12 +12,12 @@ from typing import Any, Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.core.validate import parse_json
+from trak_lite.core.json_text import parse_json
+from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.data.columns import label_text, short_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
 from trak_lite.report.page import notebook_table
 from trak_lite.scoring.frames import DataFrame, frame, write_parquet
-from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
 _SHOWN: Final = 5
 _JSON_ROWS: Final = 250_000

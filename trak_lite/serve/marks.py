@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from trak_lite.core.validate import one_of, parse_json
+from trak_lite.core import files
+from trak_lite.core.json_text import parse_json
+from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
+from trak_lite.core.validate import one_of
 from trak_lite.errors import CorruptStoreError, InvalidInputError
-from trak_lite.store.disk import files
-from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.store.manifest import compare_fingerprints
 
 MARKS: Final = ("keep", "flip", "drop")

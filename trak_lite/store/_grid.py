@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trak_lite.core.validate import check_depth, one_of, positive_int
+from trak_lite.core.json_text import canonical_json, check_depth
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store._columns import DTYPES, Column, TableSpec, dtype_fingerprint
 from trak_lite.store._names import check_name
-from trak_lite.store.manifest import Manifest, StoredValues, canonical_json
+from trak_lite.store.manifest import Manifest, StoredValues
 
 _CHUNK_BYTES = 64 << 20
 _FEWEST_CHUNK_ROWS = 32

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.json_text import canonical_json
 from trak_lite.errors import IncompleteStoreError, InvalidInputError, ReadOnlyStoreError, StateError
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import shape_to_json
 from trak_lite.store._values import short_list
-from trak_lite.store.manifest import canonical_json
 
 
 class AbstractRowTable(ABC):

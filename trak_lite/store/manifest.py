@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trak_lite.core.validate import parse_json
+from trak_lite.core.json_text import canonical_json, digest_of, parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 FORMAT = 3
@@ -46,16 +45,6 @@ def stored_json(array: NDArray[Any], *, what: str) -> dict[str, Any]:
             f"{what} holds {type(value).__name__}, expected a JSON object. Create it again."
         )
     return value
-
-
-def canonical_json(value: Any) -> str:
-    """Return the canonical JSON text of a value: sorted keys, no spaces, no NaN.
-
-    Example:
-        >>> canonical_json({"b": 1, "a": [1.5, None]})
-        '{"a":[1.5,null],"b":1}'
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 class StoredValues(dict[str, Any]):
@@ -112,9 +101,7 @@ class Manifest:
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical fingerprint, in hex."""
-        return hashlib.sha256(
-            canonical_json(dict(self.fingerprint)).encode("utf-8", "surrogatepass")
-        ).hexdigest()
+        return digest_of(self.fingerprint)
 
     def check_same(self, given: Manifest, *, where: str) -> None:
         """Raise ManifestMismatchError if the fingerprint of ``given`` differs; see :func:`compare_fingerprints`."""

@@ -11,9 +11,9 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.checksums import crc32c
 from trak_lite.core.validate import one_of
 from trak_lite.errors import HeldHereError, StateError
-from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._table import AbstractRowTable

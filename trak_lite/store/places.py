@@ -7,7 +7,7 @@ from typing import Literal
 
 from trak_lite.store._check_report import Report
 from trak_lite.store.disk.check import check_folder
-from trak_lite.store.disk.sealed import RUN, check_run
+from trak_lite.store.disk.check_run import RUN, check_run
 from trak_lite.store.disk.zarr_store import ZarrFeatureStore
 from trak_lite.store.manifest import Manifest
 from trak_lite.store.remote.check import check_remote

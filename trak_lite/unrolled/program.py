@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.devices import forked_rng, full_float32, switched_off
+from trak_lite.core.fingerprint import describe_source
 from trak_lite.core.validate import integer, positive_int, real_at_least
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of, spread_rows
@@ -40,7 +41,6 @@ from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import model_device
-from trak_lite.run.repeats import describe_source
 from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import SeededDropout, step_key
 from trak_lite.unrolled.optimizers import AbstractOptimizer, Named, State

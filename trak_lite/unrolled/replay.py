@@ -14,6 +14,9 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.files import named_errors, refuse_links, remove_file
+from trak_lite.core.folders import names_in
+from trak_lite.core.json_text import canonical_json
 from trak_lite.core.progress import KeptProgress
 from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import rows_in_batches
@@ -38,9 +41,6 @@ from trak_lite.scoring.records import ScoreEntries, ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
-from trak_lite.store.disk.files import named_errors, refuse_links, remove_file
-from trak_lite.store.disk.folders import names_in
-from trak_lite.store.manifest import canonical_json
 from trak_lite.unrolled.backward import Replay
 from trak_lite.unrolled.runs import SMOOTH, TrainingRun
 

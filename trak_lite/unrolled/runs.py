@@ -19,8 +19,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from trak_lite.core.fingerprint import describe_source, tensor_json
+from trak_lite.core.folders import whole_file
+from trak_lite.core.json_text import canonical_json, parse_json
 from trak_lite.core.progress import KeptProgress
-from trak_lite.core.validate import one_of, parse_json, positive_int
+from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import (
     CorruptStoreError,
     InvalidInputError,
@@ -28,13 +32,11 @@ from trak_lite.errors import (
     StateError,
     UnsupportedModelError,
 )
-from trak_lite.modelout_functions._describe import tensor_json
 from trak_lite.models.checkpoints import bare_name, weights_digest
-from trak_lite.run.repeats import SAME, compare, conditions, describe_source
+from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.store import RemotePlace
-from trak_lite.store.disk.folders import whole_file
-from trak_lite.store.disk.sealed import BLANK, RUN, SEAL, run_identity, seal, sealed_content
-from trak_lite.store.manifest import canonical_json, compare_fingerprints
+from trak_lite.store.disk.check_run import RUN, run_identity
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import (

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trak_lite.core.devices import to_device
-from trak_lite.core.validate import parse_json
+from trak_lite.core.folders import whole_file
+from trak_lite.core.json_text import parse_json
+from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.errors import CorruptStoreError, StoreError
-from trak_lite.store.disk.folders import whole_file
-from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.unrolled.optimizers import Named, State
 
 _PARAMETERS = "parameters"

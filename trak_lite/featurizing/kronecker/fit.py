@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.devices import full_float32, wide_dtype
 from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.json_text import digest_of
 from trak_lite.core.progress import progress_bar
 from trak_lite.core.random import row_noise
 from trak_lite.core.validate import some_of
@@ -40,7 +41,7 @@ from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.run.tables import curvature_path
-from trak_lite.store import AbstractFeatureStore, Manifest
+from trak_lite.store import AbstractFeatureStore
 from trak_lite.types import Batch, BlockSink
 
 __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
@@ -253,7 +254,7 @@ class KroneckerFits:
         return {
             "version": _VERSION,
             "settings": self.method.fit_json(),
-            "dataset": Manifest(dataset).digest(),
+            "dataset": digest_of(dataset),
         }
 
     def has(self, digest: str) -> bool:
@@ -291,7 +292,7 @@ class KroneckerFits:
         return unit_arrays(self.model, self.names, self._keeper(digest))
 
     def _keeper(self, digest: str) -> _StoredArrays:
-        key = Manifest({**self.record(), "weights": digest, "parameters": self.names}).digest()
+        key = digest_of({**self.record(), "weights": digest, "parameters": self.names})
         return _StoredArrays(self.store, curvature_path(digest), key)
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from trak_lite.core.devices import eigh_of_positive
-from trak_lite.core.validate import one_of, parse_json, positive_int
+from trak_lite.core.json_text import parse_json
+from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.projectors._scratch import sum_dtype
 from trak_lite.projectors.random.hash import Stream

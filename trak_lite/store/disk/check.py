@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol, final
 
+from trak_lite.core.files import named_errors, rename
+from trak_lite.core.folders import is_old, make_folders, names_in
 from trak_lite.errors import ManifestMismatchError, MissingStoreError, ReadOnlyStoreError, StoreError
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._check_report import Finding, Report, SetAside, Tally
@@ -47,8 +49,6 @@ from trak_lite.store.disk.entries import (
     entry_files,
     entry_of,
 )
-from trak_lite.store.disk.files import named_errors, rename
-from trak_lite.store.disk.folders import is_old, make_folders, names_in
 from trak_lite.store.disk.listing import TABLES, TableList, listed_path, lost_table
 
 OTHER_TABLE = "another table than the one that the store lists under this path"

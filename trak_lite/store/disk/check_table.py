@@ -23,12 +23,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError, StoreError
-from trak_lite.store._check_report import Finding, SetAside, Tally, row_ranges
-from trak_lite.store._checksums import crc32c
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
-from trak_lite.store.disk.files import (
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     file_size,
     named_errors,
     open_file,
@@ -37,7 +34,10 @@ from trak_lite.store.disk.files import (
     sync_folder,
     write_file,
 )
-from trak_lite.store.disk.folders import make_folders, names_in
+from trak_lite.core.folders import make_folders, names_in
+from trak_lite.errors import BusyError, CorruptStoreError, StoreError
+from trak_lite.store._check_report import Finding, SetAside, Tally, row_ranges
+from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store.disk.records import CommitLogs, CommitRecord, holder_lives
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
 

@@ -26,13 +26,9 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, IncompleteStoreError, StateError
-from trak_lite.store._checksums import crc32c
-from trak_lite.store._columns import StoredArray, TableSpec
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store._values import short_list
-from trak_lite.store.disk.documents import identity_of, own_attributes, parse_zarr_json, read_zarr_bytes
-from trak_lite.store.disk.files import (
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     Descriptors,
     file_size,
     is_network,
@@ -49,7 +45,11 @@ from trak_lite.store.disk.files import (
     write_all,
     zeros,
 )
-from trak_lite.store.disk.folders import names_in
+from trak_lite.core.folders import names_in
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, StateError
+from trak_lite.store._columns import StoredArray, TableSpec
+from trak_lite.store._values import short_list
+from trak_lite.store.disk.documents import identity_of, own_attributes, parse_zarr_json, read_zarr_bytes
 from trak_lite.store.disk.records import CommitLog, CommitLogs, CommitRecord
 
 # These are subfolders of the first column: zarr tools list the folder of a group and complain about unknown names,

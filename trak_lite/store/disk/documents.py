@@ -7,7 +7,6 @@ groups) contain a checksum. Plain zarr can read the documents; keys that other t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -17,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from trak_lite.core.validate import parse_json, some_of
+from trak_lite.core.files import named_errors, read_file, write_file
+from trak_lite.core.json_text import canonical_json, digest_of, parse_json
+from trak_lite.core.validate import some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 from trak_lite.store._columns import StoredArray, TableSpec, dtype_fingerprint
 from trak_lite.store._grid import spec_from_json, spec_to_json
-from trak_lite.store.disk.files import named_errors, read_file
-from trak_lite.store.manifest import FORMAT, Manifest, StoredValues, canonical_json
+from trak_lite.store.manifest import FORMAT, Manifest, StoredValues
 
 CHECKSUM = "checksum"
 DROPPED = "dropped"
@@ -143,7 +143,7 @@ def _bare_record(path: str, origin: str, spec: TableSpec) -> dict[str, Any]:
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(value).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return digest_of(value)[:32]
 
 
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -332,3 +332,8 @@ def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:
             f"{path} holds {type(document).__name__}, expected a JSON object. Restore it from a backup."
         )
     return document
+
+
+def write_document(folder: str, document: Mapping[str, Any]) -> None:
+    """Write the ``zarr.json`` of a scratch folder, which :func:`~trak_lite.core.folders.publish_folder` syncs."""
+    write_file(f"{folder}/zarr.json", encode_document(document))

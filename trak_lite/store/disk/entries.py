@@ -25,13 +25,9 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from trak_lite.core.validate import parse_json
-from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
-from trak_lite.store._checksums import crc32c
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store._names import path_parts
-from trak_lite.store.disk.documents import read_zarr_bytes
-from trak_lite.store.disk.files import (
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     file_size,
     named_errors,
     open_file,
@@ -40,7 +36,11 @@ from trak_lite.store.disk.files import (
     replace_file,
     sync_folder,
 )
-from trak_lite.store.disk.folders import names_in
+from trak_lite.core.folders import names_in
+from trak_lite.core.json_text import parse_json
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
+from trak_lite.store._names import path_parts
+from trak_lite.store.disk.documents import read_zarr_bytes
 from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
 
 ARRAY_SUFFIX: Final = ".safetensors"

@@ -17,13 +17,9 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import final
 
-from trak_lite.core.validate import parse_json
-from trak_lite.errors import CorruptStoreError
-from trak_lite.store._checksums import crc32c
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store._names import is_name
-from trak_lite.store.disk.documents import encode_document, hidden_document
-from trak_lite.store.disk.files import (
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     file_size,
     locked_file,
     make_folder,
@@ -36,7 +32,11 @@ from trak_lite.store.disk.files import (
     stamp,
     sync_folder,
 )
-from trak_lite.store.disk.folders import building, is_free, names_in
+from trak_lite.core.folders import building, is_free, names_in
+from trak_lite.core.json_text import parse_json
+from trak_lite.errors import CorruptStoreError
+from trak_lite.store._names import is_name
+from trak_lite.store.disk.documents import encode_document, hidden_document
 
 TABLES = ".tables"
 _METADATA = "zarr.json"

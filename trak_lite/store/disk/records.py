@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, final
 
-from trak_lite.errors import StoreError
-from trak_lite.store._checksums import crc32c
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store.disk.files import (
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     Descriptors,
     file_size,
     is_named,
@@ -32,7 +31,8 @@ from trak_lite.store.disk.files import (
     sync_folder,
     write_all,
 )
-from trak_lite.store.disk.folders import names_in
+from trak_lite.core.folders import names_in
+from trak_lite.errors import StoreError
 
 HOLDER_BYTES = 64
 _HIGHEST_PID = (1 << 31) - 1

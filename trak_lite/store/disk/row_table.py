@@ -18,6 +18,8 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import named_errors
 from trak_lite.errors import (
     BusyError,
     CorruptStoreError,
@@ -27,12 +29,10 @@ from trak_lite.errors import (
     StoreError,
 )
 from trak_lite.store._columns import Column, StoredRows, TableSpec
-from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import Run
 from trak_lite.store._table import AbstractRowTable, opened_for_reading
 from trak_lite.store._values import RowBlock, check_block
 from trak_lite.store.disk.chunk_files import PublishedChunks, TableFiles
-from trak_lite.store.disk.files import named_errors
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
 

@@ -32,12 +32,9 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError
-from trak_lite.store._checksums import crc32c
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store._grid import Run
-from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.files import (
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     Descriptors,
     is_named,
     is_network,
@@ -48,7 +45,10 @@ from trak_lite.store.disk.files import (
     sync_folder,
     write_all,
 )
-from trak_lite.store.disk.folders import names_in
+from trak_lite.core.folders import names_in
+from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError
+from trak_lite.store._grid import Run
+from trak_lite.store.disk.chunk_files import TableFiles
 from trak_lite.store.disk.records import HOLDER_BYTES, holder_line
 
 _FRAME = struct.Struct("<8sII")

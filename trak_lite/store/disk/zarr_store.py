@@ -15,6 +15,21 @@ from typing import Any, Literal, Self, final
 
 import numpy as np
 
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
+    READING_NEEDS_LESS,
+    locked_file,
+    make_folder,
+    named_errors,
+    replace_file,
+    stamp,
+)
+from trak_lite.core.folders import (
+    make_folders,
+    names_in,
+    publish_folder,
+    scratch_folder,
+)
 from trak_lite.core.validate import one_of
 from trak_lite.errors import (
     BusyError,
@@ -27,7 +42,6 @@ from trak_lite.errors import (
 )
 from trak_lite.store._check_report import Report
 from trak_lite.store._columns import TableSpec
-from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
@@ -48,23 +62,9 @@ from trak_lite.store.disk.documents import (
     store_record,
     table_documents,
     table_identity,
-)
-from trak_lite.store.disk.entries import HiddenFiles
-from trak_lite.store.disk.files import (
-    READING_NEEDS_LESS,
-    locked_file,
-    make_folder,
-    named_errors,
-    replace_file,
-    stamp,
-)
-from trak_lite.store.disk.folders import (
-    make_folders,
-    names_in,
-    publish_folder,
-    scratch_folder,
     write_document,
 )
+from trak_lite.store.disk.entries import HiddenFiles
 from trak_lite.store.disk.listing import TABLES, TableList
 from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Literal, final
 
+from trak_lite.core.checksums import crc32c
 from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.store._check_report import Finding, Report, Tally
-from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import TableSpec
 from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles

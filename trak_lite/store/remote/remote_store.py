@@ -11,11 +11,13 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, final
 
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import locked_file, named_errors, open_file, remove_tree
+from trak_lite.core.folders import make_folders
 from trak_lite.core.validate import one_of
 from trak_lite.errors import CorruptStoreError, UnsupportedStoreError
 from trak_lite.store._check_report import Report
 from trak_lite.store._columns import TableSpec
-from trak_lite.store._failpoints import failpoint
 from trak_lite.store._grid import plain_manifest
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store.disk.check import lost_metadata, missing_store
@@ -34,8 +36,6 @@ from trak_lite.store.disk.documents import (
     table_identity,
 )
 from trak_lite.store.disk.entries import CACHE, HiddenFiles
-from trak_lite.store.disk.files import locked_file, named_errors, open_file, remove_tree
-from trak_lite.store.disk.folders import make_folders
 from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
 from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
 from trak_lite.store.disk.row_table import RowTable

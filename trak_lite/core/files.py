@@ -25,6 +25,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.failpoints import failpoint
 from trak_lite.errors import (
     CorruptStoreError,
     ReadOnlyStoreError,
@@ -32,7 +33,6 @@ from trak_lite.errors import (
     StoreFullError,
     refuse_machine_failure,
 )
-from trak_lite.store._failpoints import failpoint
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,12 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from trak_lite.store._failpoints import failpoint
-from trak_lite.store.disk.documents import encode_document
-from trak_lite.store.disk.files import (
+from trak_lite.core.failpoints import failpoint
+from trak_lite.core.files import (
     list_folder,
     make_folder,
     named_errors,
@@ -24,7 +22,6 @@ from trak_lite.store.disk.files import (
     remove_tree,
     rename,
     sync_folder,
-    write_file,
 )
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST}
@@ -90,11 +87,6 @@ def building(prefix: str, lock: AbstractContextManager[None]) -> Iterator[str]:
         raise
     finally:
         os.close(fd)
-
-
-def write_document(folder: str, document: Mapping[str, Any]) -> None:
-    """Write the ``zarr.json`` of a scratch folder, which :func:`publish_folder` syncs."""
-    write_file(f"{folder}/zarr.json", encode_document(document))
 
 
 def _new_locked_folder(path: str) -> int | None:

@@ -1,0 +1,95 @@
+"""JSON text: its canonical form, the digest of values in it, and a parser with limits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+_DEEPEST = 128
+_MOST_BYTES = 64 << 20
+_MOST_VALUES = 1 << 21
+_STRUCTURE = (b"[", b"{", b",", b":")
+
+
+def canonical_json(value: Any) -> str:
+    """Return the canonical JSON text of a value: sorted keys, no spaces, no NaN.
+
+    Example:
+        >>> canonical_json({"b": 1, "a": [1.5, None]})
+        '{"a":[1.5,null],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the canonical text of JSON values, in hex."""
+    return hashlib.sha256(canonical_json(dict(values)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
+    """Parse a JSON text after checking its size; all JSON read from stores goes through this function.
+
+    Two million values suffice for a manifest of 100,000 modules. An empty list takes 2 bytes of text but 80 bytes of
+    memory, so the limit on values, not on bytes, bounds the cost: about 400 MB and one second.
+
+    Args:
+        text: JSON in UTF-8.
+        finite: Reject NaN and infinite numbers, which Python writes although they are not JSON.
+
+    Raises:
+        ValueError: If the text is not JSON, is longer than 64 MiB, has more than 2,097,152 values, is nested more than
+            128 levels deep, or, with ``finite``, has a number that is not finite.
+
+    Example:
+        >>> parse_json(b'{"a": [1, 2.5, null]}')
+        {'a': [1, 2.5, None]}
+    """
+    size = len(text) if isinstance(text, bytes) else text.nbytes
+    if size > _MOST_BYTES:
+        raise ValueError(f"{size} bytes, expected at most {_MOST_BYTES}")
+    plain = text if isinstance(text, bytes) else text.tobytes()
+    values = sum(map(plain.count, _STRUCTURE))  # an upper bound: characters inside strings count too
+    if values > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES} values")
+    try:
+        number = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
+        value = json.loads(plain, **number)  # type: ignore[arg-type]
+    except RecursionError as error:
+        raise ValueError(f"nested more than {_DEEPEST} levels deep") from error
+    if plain.count(b"[") + plain.count(b"{") > _DEEPEST:  # fewer brackets cannot be nested deeper
+        check_depth(value)
+    return value
+
+
+def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
+    """Raise if a JSON value is nested so deeply that recursive functions could exceed the recursion limit.
+
+    Raises:
+        ValueError: If it is nested more than ``deepest`` levels deep.
+
+    Example:
+        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
+        Traceback (most recent call last):
+        ...
+        ValueError: nested more than 2 levels deep
+    """
+    level = [value]
+    for _ in range(deepest + 1):
+        nested = (item for item in level if isinstance(item, dict | list))
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {deepest} levels deep")
+
+
+def _finite(text: str) -> float:
+    """Return a finite number of a JSON text; Python's parser also accepts NaN and infinities."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number

@@ -1,0 +1,80 @@
+"""Files with a checksum of their own.
+
+Such a file is JSON, or a safetensors file, with the member ``"crc32c"`` (of its metadata), which begins with eight hex
+digits: the CRC-32C of what the file is and of all its bytes, in which these digits count as zeros.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trak_lite.core.checksums import crc32c
+from trak_lite.core.files import file_size, map_file, named_errors, opened_file, write_all
+from trak_lite.errors import CorruptStoreError
+
+SEAL: Final = "crc32c"
+BLANK: Final = "0" * 8
+"""Start of the member before :func:`seal` fills it in."""
+_SEAL = re.compile(rb'"crc32c": ?"([0-9a-f]{8})[ "]')
+
+
+def seal(path: str, what: str) -> None:
+    """Write the checksum of a file into it, whose member begins with :data:`BLANK`.
+
+    ``what`` is the name of the content: a file that is read as another one has another checksum.
+    """
+    place, digits = _seal_of(_mapped(path), what) or (0, b"")
+    with opened_file(_plain(path), os.O_WRONLY) as fd:
+        write_all(fd, digits, place)
+        os.fsync(fd)
+
+
+def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np.uint8]:
+    """Return the content of a file whose checksum is right; without ``required``, also of one that has none.
+
+    Raises:
+        CorruptStoreError: If its checksum is wrong, or it has none.
+        StoreError: If it cannot be read.
+    """
+    with named_errors("Reading", path):
+        content = _mapped(path)
+    found = _seal_of(content, what)
+    if found is None and required:
+        raise CorruptStoreError(
+            f"{path} has no checksum: it is damaged, or an earlier version of trak_lite wrote it. Delete it, and make "
+            "the call again."
+        )
+    if found is not None and content[found[0] :][:8].tobytes() != found[1]:
+        raise CorruptStoreError(
+            f"{path} does not match its checksum: it is damaged, or was exchanged. Delete it, and make the call again."
+        )
+    return content
+
+
+def _plain(path: str) -> str:
+    """Return the path with the links of its folder, which the user has named, resolved; the file must be no link."""
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
+def _mapped(path: str) -> NDArray[np.uint8]:
+    size = file_size(_plain(path))
+    if size is None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", path)
+    return map_file(_plain(path), size)
+
+
+def _seal_of(content: NDArray[np.uint8], what: str) -> tuple[int, bytes] | None:
+    """Return the place of the checksum in a file and its right digits; ``None`` if the file has no checksum."""
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    head = content if content[:1].tobytes() == b"{" else content[: 8 + length]  # no search through tensors
+    found = _SEAL.search(head.data)
+    if found is None:
+        return None
+    start, stop = found.span(1)
+    return start, b"%08x" % crc32c(what.encode(), content[:start], BLANK.encode(), content[stop:])
