@@ -51,7 +51,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["trak_lite", "trak_lite.*"]),
     package_data={"trak_lite": ["py.typed"], "trak_lite.report": ["templates/*"]},
-    install_requires=["torch>=2.10", "numpy", "zarr>=3.1.3", "google-crc32c", "tqdm", "safetensors"],
+    install_requires=["torch>=2.10", "numpy", "zarr>=3.1.3", "google-crc32c", "tqdm", "safetensors>=0.7"],
     extras_require={
         "fast": ["fast-jl"],
         "demo": DEMO,
