@@ -12,11 +12,11 @@ from typing import Any, Final, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.core.validate import parse_json
+from trak_lite.core.validate import parse_json, require_packages
 from trak_lite.data.columns import label_text, short_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
 from trak_lite.report.page import notebook_table
-from trak_lite.scoring.frames import DataFrame, frame, write_parquet
+from trak_lite.scoring.frames import DataFrame, frame
 from trak_lite.store.disk.sealed import BLANK, SEAL, seal, sealed_content
 
 _SHOWN: Final = 5
@@ -118,7 +118,14 @@ class Selection:
             InvalidInputError: If the path is a folder.
             MissingPackageError: If pandas or pyarrow (extra ``tables``) is not installed.
         """
-        return write_parquet(self._columns(), path, index="rank")
+        require_packages("pandas", "pyarrow", extra="tables")
+        out = Path(path)
+        if out.is_dir():
+            raise InvalidInputError(
+                f"{out} is a folder. Name a file in it, such as {out / 'selection.parquet'}."
+            )
+        self.to_pandas().to_parquet(out, engine="pyarrow")
+        return out
 
     def add_to(self, dataset: Any, *, column: str = "selected") -> Any:
         """Return a ``datasets.Dataset`` with a column of booleans, whether each row was chosen.
