@@ -442,15 +442,10 @@ def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.
 
 def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
     content = np.empty(size, np.uint8)
-    rest = content.data
-    with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
-        while len(rest):
-            count = file.readinto(rest)
-            if not count:
-                raise CorruptStoreError(
-                    f"{path} was truncated while it was read, {len(rest)} bytes before its end."
-                )
-            rest = rest[count:]
+    with os.fdopen(os.dup(fd), "rb") as file:
+        left = size - file.readinto(content.data)
+    if left:
+        raise CorruptStoreError(f"{path} was truncated while it was read, {left} bytes before its end.")
     return content
 
 

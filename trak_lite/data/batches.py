@@ -252,11 +252,6 @@ class ColumnMarks:
         self._places: frozenset[int] | None = None
         """Of the columns among the lists, tuples and arrays of a batch; ``None`` before a batch of several samples."""
 
-    @property
-    def are_decided(self) -> bool:
-        """Whether a batch of several samples was seen."""
-        return self._places is not None
-
     def marked(self, batch: Batch, alone: Callable[[], Batch | None] = lambda: None) -> Batch:
         """Return the batch with its columns marked; an invalid batch is returned as it is.
 

@@ -142,22 +142,16 @@ def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
         )
 
 
-def unnamed_adapter(
-    model: nn.Module, state: Mapping[str, Any], *, is_adapter: bool
-) -> dict[str, Mapping[str, Any]]:
+def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return a state dict of ``peft.get_peft_model_state_dict`` under the name of its adapter; empty for other ones.
-
-    One that is known to be an adapter's is that of the only active one.
 
     Raises:
         CheckpointError: If the model has several adapters: the state dict does not show which one it is of.
     """
     active = _active_adapters(model)
-    if is_adapter and len(active) == 1:
-        return {active[0]: state}
     held = model.state_dict() if active else {}
     known = {_saved_name(name, adapter) for name in held for adapter in active}.union(held)
-    if not is_adapter and (not known.issuperset(state) or held.keys() >= state.keys()):
+    if not known.issuperset(state) or held.keys() >= state.keys():
         return {}
     adapters = _adapters(model)
     if len(adapters) != 1:

@@ -82,8 +82,9 @@ class Checkpoint:
     load: Callable[[], Mapping[str, Tensor]] | None
     """Function that returns the state dict, or a mapping with it under ``"model"``; ``None`` means the model's current
     weights."""
-    is_adapter: bool = False
-    """Whether the state dict is that of a PEFT adapter; the other weights are then the model's."""
+    adapter: Path | None = None
+    """File of a PEFT adapter, beside which may be those of others: the model's active adapters say which are read, and
+    the other weights are the model's. ``None`` if the state dict is none of an adapter."""
     is_captured: bool = False
     """Whether the capture of this name has computed its train rows, with the weights before each step."""
     is_held: bool = False
@@ -235,19 +236,8 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
 
 
 def _from_file(path: Path, name: str) -> Checkpoint:
-    is_adapter = path.name in ADAPTER_FILES
-    load = _AdapterFiles(path) if is_adapter else partial(read_weights, path)
-    return Checkpoint(name, str(path.absolute()), load, is_adapter)
-
-
-@dataclass(frozen=True)
-class _AdapterFiles:
-    """The file of an adapter, beside which may be those of others; the model's active adapters say which are read."""
-
-    path: Path
-
-    def __call__(self) -> Mapping[str, Tensor]:
-        return read_weights(self.path)
+    adapter = path if path.name in ADAPTER_FILES else None
+    return Checkpoint(name, str(path.absolute()), partial(read_weights, path), adapter)
 
 
 def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
@@ -380,8 +370,8 @@ def load_into(
         if own is None:
             return
         state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
-    elif isinstance(load, _AdapterFiles):
-        state, files = {}, adapter_files(model, load.path)
+    elif checkpoint.adapter is not None:
+        state, files = {}, adapter_files(model, checkpoint.adapter)
         adapters = {adapter: read_weights(file) for adapter, file in files.items()}
     else:
         state = _unwrapped(load())
@@ -389,7 +379,7 @@ def load_into(
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
-    adapters = adapters or unnamed_adapter(model, state, is_adapter=checkpoint.is_adapter)
+    adapters = adapters or unnamed_adapter(model, state)
     is_read_here = own is None or load is None or adapters  # else it was saved in train mode
     with in_modes(model, modes if is_read_here else {}):
         _load_state(model, checkpoint, state, adapters, own)

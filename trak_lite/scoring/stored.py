@@ -18,6 +18,7 @@ from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores
+from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
 from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
 from trak_lite.run.workspace import Workspace, naming_dropped
@@ -340,12 +341,7 @@ class ScoreResult:
         ``ends`` are the most helpful and most harmful rows, if known. ``shown`` are JSON values to show with the
         scores.
         """
-        source = self.source
-        alone = ScoreSource(
-            *(source.store, source.train, source.name, source.method),
-            layout=run.settings.layout,
-            device=source.device,
-        )
+        alone = replace(self.source, layout=run.settings.layout, ranks=Ranks())
         record = _record(run.workspace, run.settings, alone, run, stored=dense, shown=shown)
         return Scores.from_record(record, ends)
 

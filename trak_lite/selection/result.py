@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from trak_lite.core.json_text import parse_json
 from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
+from trak_lite.core.validate import require_packages
 from trak_lite.data.columns import label_text, short_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
 from trak_lite.report.page import notebook_table
-from trak_lite.scoring.frames import DataFrame, frame, write_parquet
+from trak_lite.scoring.frames import DataFrame, frame
 
 _SHOWN: Final = 5
 _JSON_ROWS: Final = 250_000
@@ -118,7 +119,14 @@ class Selection:
             InvalidInputError: If the path is a folder.
             MissingPackageError: If pandas or pyarrow (extra ``tables``) is not installed.
         """
-        return write_parquet(self._columns(), path, index="rank")
+        require_packages("pandas", "pyarrow", extra="tables")
+        out = Path(path)
+        if out.is_dir():
+            raise InvalidInputError(
+                f"{out} is a folder. Name a file in it, such as {out / 'selection.parquet'}."
+            )
+        self.to_pandas().to_parquet(out, engine="pyarrow")
+        return out
 
     def add_to(self, dataset: Any, *, column: str = "selected") -> Any:
         """Return a ``datasets.Dataset`` with a column of booleans, whether each row was chosen.

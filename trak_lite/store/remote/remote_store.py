@@ -130,11 +130,6 @@ class RemoteFeatureStore(RecordedFeatureStore):
             require_exclusive(place.objects)
         return cls(place, manifest, record, writable=mode == "r+", check=check)
 
-    @property
-    def objects(self) -> AbstractObjects:
-        """The objects of the store."""
-        return self._objects
-
     def _created(self, path: str, spec: TableSpec, attributes: Mapping[str, Any]) -> RowTable:
         if self._table_record(path) is None:
             with self._staging_locked():
