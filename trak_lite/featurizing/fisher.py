@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -310,28 +311,18 @@ class DrawnRows:
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its batch; labels are those of the data."""
-        planned: deque[tuple[RowNumbers, bool]] = deque()
+        drawn: deque[list[RowNumbers]] = deque()
 
         def train_rows() -> Iterator[RowNumbers]:
-            before: RowNumbers | None = None
-            for wanted in plan:
-                numbers = self.numbers(wanted)
-                is_new = before is None or not np.array_equal(numbers, before)
-                planned.append((wanted, is_new))
-                before = numbers
-                if is_new:
-                    yield numbers
+            for _, same in itertools.groupby(plan, lambda wanted: self.numbers(wanted).tobytes()):
+                drawn.append(list(same))
+                yield self.numbers(drawn[-1][0])
 
         # A plan that is a list stays a list, so that one batch starts no worker.
         loaded = self.rows.batches([*train_rows()] if isinstance(plan, list) else train_rows())
-        last: Batch = None
         for _, batch in loaded:
-            while not planned[0][1]:
-                yield planned.popleft()[0], last
-            yield planned.popleft()[0], batch
-            last = batch
-        while planned:
-            yield planned.popleft()[0], last
+            for wanted in drawn.popleft():
+                yield wanted, batch
 
     @torch.no_grad()
     def prepared(self, batch: Batch, rows: RowNumbers) -> Batch:
