@@ -50,6 +50,14 @@ def num_entries(parameters: ParameterShapes) -> int:
     return sum(math.prod(shape) for shape in parameters.values())
 
 
+def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
+    """Return gradients ``(m, P)`` as views ``(m, *shape)`` by parameter name, parameters in model order."""
+    sizes = [math.prod(shape) for shape in parameters.values()]
+    parts = gradients.split(sizes, 1)  # type: ignore[no-untyped-call]  # torch has no types here
+    pairs = zip(parameters.items(), parts, strict=True)
+    return {name: part.reshape(len(part), *shape) for (name, shape), part in pairs}
+
+
 class AbstractBlock(ABC):
     """Per-sample gradients of one parameter, in the form that its layer produces."""
 
@@ -264,6 +272,17 @@ GradientBlock: TypeAlias = DenseBlock | FactoredBlock | LookupBlock | SummedBloc
 
 BlockSink: TypeAlias = Callable[[GradientBlock], None]
 """Callback that receives each block when it is computed; a block may be freed as soon as the call returns."""
+
+
+def collect(block: GradientBlock, rows: dict[str, Tensor], num_samples: int) -> None:
+    """Put the detached gradients of a block into the ``(num_samples, P)`` of its parameter; other rows are zero."""
+    own = block.dense().detach()
+    if len(own) == num_samples:
+        rows[block.name] = own
+        return
+    if block.name not in rows:
+        rows[block.name] = own.new_zeros(num_samples, own.shape[1])
+    rows[block.name][block.start : block.start + len(own)] = own
 
 
 class OutputTerms(NamedTuple):

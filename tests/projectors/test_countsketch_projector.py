@@ -110,7 +110,8 @@ def live_bytes(value, seen=None):
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.shape == (8, 4096) else 0
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(live_bytes(part, seen) for part in [*parts, *getattr(value, "__dict__", {}).values()])
+    held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    return sum(live_bytes(part, seen) for part in [*parts, *held, *getattr(value, "__dict__", {}).values()])
 
 
 def test_strided_rows_are_copied_once_for_all_copies(monkeypatch):

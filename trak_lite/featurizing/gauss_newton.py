@@ -30,13 +30,12 @@ from trak_lite.core.validate import some_of
 from trak_lite.data.batches import batch_size
 from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
-from trak_lite.featurizing.unprojected import by_name
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._base import LossModelOutput
 from trak_lite.projectors import NoOpProjector
-from trak_lite.types import Batch, ParameterShapes
+from trak_lite.types import Batch, ParameterShapes, by_name
 
 logger = logging.getLogger(__name__)
 

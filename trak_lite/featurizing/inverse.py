@@ -20,7 +20,7 @@ from trak_lite.core.devices import full_float32, precise, wide_dtype
 from trak_lite.data.datasets import RowNumbers, spread_rows
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.kronecker.curvature import Accumulator, PreconditionedProjector, Preconditioner
+from trak_lite.featurizing.kronecker.curvature import PreconditionedProjector, Preconditioner
 from trak_lite.featurizing.solvers import (
     Convergence,
     conjugate_gradients,
@@ -28,11 +28,10 @@ from trak_lite.featurizing.solvers import (
     neumann_series,
     row_norms,
 )
-from trak_lite.featurizing.unprojected import by_name
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, project_named
-from trak_lite.types import ParameterShapes
+from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator, project_named
+from trak_lite.types import ParameterShapes, by_name
 
 logger = logging.getLogger(__name__)
 

@@ -5,37 +5,24 @@ Shapes: B samples of a batch, m targets, P gradient entries per sample.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import final
 
-import torch
 from torch import Tensor
 
 from trak_lite.core.devices import precise
 from trak_lite.core.progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
-from trak_lite.featurizing.kronecker.curvature import Accumulator
 from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.row_checks import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.projectors import AbstractProjector, NoOpProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, check_block
+from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator, check_block
 from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries
-
-
-def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]:
-    """Return gradients ``(m, P)`` as views ``(m, *shape)`` by parameter name, parameters in model order."""
-    sizes = [math.prod(shape) for shape in parameters.values()]
-    parts = torch.split(gradients, sizes, dim=1)
-    return {
-        name: part.reshape(len(part), *shape)
-        for (name, shape), part in zip(parameters.items(), parts, strict=True)
-    }
 
 
 @final
@@ -43,6 +30,7 @@ class ProductProjector(AbstractProjector):
     """A projector whose features are the inner products of a gradient with given gradients of targets.
 
     Example:
+        >>> import torch
         >>> projector = ProductProjector({"weight": torch.tensor([[1.0, 2.0]])})
         >>> projector.project({"weight": torch.tensor([[3.0, 1.0]])}, model_id=0)
         tensor([[5.]])
@@ -61,7 +49,6 @@ class ProductProjector(AbstractProjector):
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         products = self._like.new_zeros(num_samples, self.proj_dim)
 
-        @torch.no_grad()
         def add(block: GradientBlock) -> None:
             check_block(block, num_samples, parameters)
             for part in block.parts:

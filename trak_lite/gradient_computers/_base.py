@@ -45,6 +45,8 @@ from trak_lite.types import (
     GradientBlock,
     OutputTerms,
     ParameterShapes,
+    by_name,
+    collect,
     num_entries,
 )
 
@@ -204,24 +206,21 @@ class AbstractGradientComputer(ABC):
             UnsupportedModelError: If this computer cannot differentiate the model sample by sample.
         """
         grads = self.compute_per_sample_grad(batch)
-        for name, grad in grads.items() if not isinstance(grads, Tensor) else self._by_name(grads):
+        for name, grad in (self._by_name(grads) if isinstance(grads, Tensor) else grads).items():
             sink(DenseBlock(name, grad.detach()))
         with torch.no_grad():
             terms = self.modelout_fn.evaluate(ModelCall(self.model), batch)
         out_to_loss_grad = self.compute_loss_grad(batch).detach().reshape(-1)
         return OutputTerms(terms.output, out_to_loss_grad, terms.loss_curvature)
 
-    def _by_name(self, grads: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Split a ``(B, P)`` tensor into one tensor per parameter."""
+    def _by_name(self, grads: Tensor) -> dict[str, Tensor]:
         shapes = self.parameters
         if grads.dim() != 2 or grads.shape[1] != num_entries(shapes):
             raise InvalidInputError(
                 f"{type(self).__name__}.compute_per_sample_grad returned shape {tuple(grads.shape)}, expected "
                 f"(B, {num_entries(shapes)}): one column per entry of the {len(shapes)} kept parameters."
             )
-        parts = torch.split(grads, [num_entries({name: shape}) for name, shape in shapes.items()], 1)
-        for (name, shape), part in zip(shapes.items(), parts, strict=True):
-            yield name, part.reshape(len(grads), *shape)
+        return by_name(grads, shapes)
 
 
 class AbstractStreamingComputer(AbstractGradientComputer):
@@ -556,15 +555,7 @@ def _collected(
     count = batch_size(batch)
     found: dict[str, Tensor] = {}
 
-    def keep(block: GradientBlock) -> None:
-        rows = block.dense()
-        if rows.shape[0] == count:
-            found[block.name] = rows
-            return
-        whole = found.setdefault(block.name, rows.new_zeros(count, rows.shape[1]))
-        whole[block.start : block.start + rows.shape[0]] = rows
-
-    stream(batch, keep)
+    stream(batch, lambda block: collect(block, found, count))
     return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, final
 
@@ -22,6 +21,7 @@ from trak_lite.types import (
     ParameterShapes,
     Segment,
     SummedBlock,
+    collect,
     num_entries,
 )
 
@@ -49,6 +49,23 @@ class AbstractFeatureAccumulator(ABC):
     @abstractmethod
     def features(self) -> Tensor:
         """Return the feature rows ``(B, K)``; call it once, after the last block."""
+
+
+@final
+class Accumulator(AbstractFeatureAccumulator):
+    """An accumulator that consists of two functions; the first one runs without autograd."""
+
+    def __init__(self, add: Callable[[GradientBlock], None], features: Callable[[], Tensor]) -> None:
+        self._add, self._features = add, features
+
+    @torch.no_grad()
+    def add(self, block: GradientBlock) -> None:
+        """Add one block."""
+        self._add(block)
+
+    def features(self) -> Tensor:
+        """Return the feature rows."""
+        return self._features()
 
 
 class AbstractProjector(ABC):
@@ -117,7 +134,7 @@ class AbstractProjector(ABC):
             model_id: Number of the checkpoint; each checkpoint has its own projection matrix.
             parameters: Shapes of the differentiated parameters by canonical name, in model order.
         """
-        return _CollectingAccumulator(self, num_samples, model_id, parameters)
+        return _collecting(self, num_samples, model_id, parameters)
 
     def adjoint(
         self, features: Tensor, *, model_id: int, parameters: ParameterShapes
@@ -158,66 +175,46 @@ class AbstractProjector(ABC):
         return
 
 
-@final
-@dataclass(eq=False)
-class _CollectingAccumulator(AbstractFeatureAccumulator):
-    """Collects dense gradients in model order for a projector that defines only ``project``."""
+def _collecting(
+    projector: AbstractProjector, num_samples: int, model_id: int, parameters: ParameterShapes
+) -> Accumulator:
+    """Return an accumulator of dense gradients in model order for a projector that defines only ``project``."""
+    grads: dict[str, Tensor] = {}
 
-    _projector: AbstractProjector
-    _num_samples: int
-    _model_id: int
-    _parameters: ParameterShapes
-    _grads: dict[str, Tensor] = field(default_factory=dict)
+    def add(block: GradientBlock) -> None:
+        check_block(block, num_samples, parameters)
+        collect(block, grads, num_samples)
 
-    def add(self, block: GradientBlock) -> None:
-        rows = block_rows(block, self._num_samples, self._parameters)
-        if rows.shape[0] == self._num_samples:
-            self._grads[block.name] = rows
-            return
-        whole = self._grads.get(block.name)
-        if whole is None:
-            whole = rows.new_zeros(self._num_samples, rows.shape[1])
-            self._grads[block.name] = whole
-        whole[block.start : block.start + rows.shape[0]] = rows
-
-    def features(self) -> Tensor:
-        some = next(iter(self._grads.values()), torch.empty(0, device="cpu"))
-        grads = {}
-        for name, shape in self._parameters.items():
-            rows = self._grads.get(name)
-            if rows is None:
-                rows = some.new_zeros(self._num_samples, math.prod(shape))
-            grads[name] = rows.reshape(self._num_samples, *shape)
-        return self._projector.project(grads, self._model_id)
-
-
-@final
-class RoutedAccumulator(AbstractFeatureAccumulator):
-    """Passes each block to the accumulator of its parameter and joins the features of all accumulators."""
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[AbstractProjector, ParameterShapes]],
-        num_samples: int,
-        model_id: int,
-        join: Callable[[list[Tensor]], Tensor],
-    ) -> None:
-        self._num_samples = num_samples
-        self._join = join
-        self._parameters = {name: shape for _, own in parts for name, shape in own.items()}
-        self._parts = [
-            projector.accumulator(num_samples, model_id=model_id, parameters=own) for projector, own in parts
-        ]
-        self._by_name = {
-            name: part for part, (_, own) in zip(self._parts, parts, strict=True) for name in own
+    def features() -> Tensor:
+        some = next(iter(grads.values()), torch.empty(0, device="cpu"))
+        shapes = {name: (num_samples, *shape) for name, shape in parameters.items()}
+        whole = {
+            name: grads[name].reshape(shape) if name in grads else some.new_zeros(shape)
+            for name, shape in shapes.items()
         }
+        return projector.project(whole, model_id)
 
-    def add(self, block: GradientBlock) -> None:
-        check_block(block, self._num_samples, self._parameters)
-        self._by_name[block.name].add(block)
+    return Accumulator(add, features)
 
-    def features(self) -> Tensor:
-        return self._join([part.features() for part in self._parts])
+
+def routed(
+    parts: Sequence[tuple[AbstractProjector, ParameterShapes]],
+    num_samples: int,
+    model_id: int,
+    join: Callable[[list[Tensor]], Tensor],
+) -> Accumulator:
+    """Return an accumulator that passes each block to that of its parameter, and joins the features of all."""
+    parameters = {name: shape for _, own in parts for name, shape in own.items()}
+    found = [
+        projector.accumulator(num_samples, model_id=model_id, parameters=own) for projector, own in parts
+    ]
+    by_name = {name: part for part, (_, own) in zip(found, parts, strict=True) for name in own}
+
+    def add(block: GradientBlock) -> None:
+        check_block(block, num_samples, parameters)
+        by_name[block.name].add(block)
+
+    return Accumulator(add, lambda: join([part.features() for part in found]))
 
 
 def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:

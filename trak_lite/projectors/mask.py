@@ -32,7 +32,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
-    block_rows,
+    Accumulator,
     by_module,
     check_block,
     sample_pieces,
@@ -72,6 +72,18 @@ class _Plan:
     are the features. Gathering has a fixed order of additions on every device; scattering would need atomic additions
     on a GPU."""
 
+    def features(self, chosen: Tensor) -> Tensor:
+        """Return the features ``(B, K)`` of chosen entries ``(B, K')``."""
+        scaled = chosen * self.scale.to(chosen)
+        if self.fold is None:
+            return scaled
+        padded = torch.cat([scaled, scaled.new_zeros(scaled.shape[0], 1)], 1)
+        indices, signs = (part.to(scaled.device) for part in self.fold)
+        features = scaled.new_zeros(scaled.shape[0], indices.shape[1])
+        for index, sign in zip(indices, signs.to(scaled.dtype), strict=True):
+            features.addcmul_(padded.index_select(1, index), sign)
+        return features
+
 
 class AbstractMaskProjector(AbstractProjector):
     """Base class: chooses ``mask_dim`` entries and sums them into ``proj_dim`` features.
@@ -97,12 +109,29 @@ class AbstractMaskProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch of ``num_samples`` rows; entries are chosen once per model."""
+        """Return a new accumulator for one batch of ``num_samples`` rows; entries are chosen once per model.
+
+        It collects the chosen entries ``(B, K')`` of each block, and sketches them at the end.
+        """
         owner = (model_id, tuple((name, tuple(shape)) for name, shape in parameters.items()))
         if self._plan is None or self._owner != owner:
             self._owner, self._plan = owner, self._make_plan(model_id, parameters)
-        chosen = FeatureRows(num_samples, len(self._plan.scale), self.device)
-        return _MaskAccumulator(self._plan, num_samples, parameters, chosen)
+        plan = self._plan
+        chosen = FeatureRows(num_samples, len(plan.scale), self.device)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+
+        def add(block: GradientBlock) -> None:
+            check_block(block, num_samples, parameters)
+            index, column = plan.entries.get(block.name, (none, none))
+            if isinstance(block, FactoredBlock):
+                values = _entries_of_factors(block, index)
+            else:
+                dense = block.dense().detach()
+                values = dense.index_select(1, index.to(dense.device)).to(sum_dtype(dense.dtype))
+            rows = chosen.of(values.dtype, values.device)[block.start : block.start + block.num_samples]
+            rows.index_add_(1, column.to(rows.device), values.to(rows))
+
+        return Accumulator(add, lambda: plan.features(chosen.whole()))
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment, or one per module; each has K columns, or its number of entries if that is smaller."""
@@ -216,44 +245,6 @@ class GraSSProjector(AbstractMaskProjector):
                 f"mask_dim={mask_dim} entries cannot fill proj_dim={proj_dim} features. Give a mask_dim of at least "
                 "proj_dim, or use MaskProjector."
             )
-
-
-@final
-@dataclass(eq=False)
-class _MaskAccumulator(AbstractFeatureAccumulator):
-    """Collects the chosen entries of each block, and sketches them at the end."""
-
-    _plan: _Plan
-    _num_samples: int
-    _parameters: ParameterShapes
-    _chosen: FeatureRows
-    """Sums of the chosen entries ``(B, K')``."""
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        index, column = self._plan.entries.get(block.name, (none, none))
-        if isinstance(block, FactoredBlock):
-            check_block(block, self._num_samples, self._parameters)
-            values = _entries_of_factors(block, index)
-        else:
-            rows = block_rows(block, self._num_samples, self._parameters)
-            values = rows.index_select(1, index.to(rows.device)).to(sum_dtype(rows.dtype))
-        chosen = self._chosen.of(values.dtype, values.device)
-        rows = chosen[block.start : block.start + block.num_samples]
-        rows.index_add_(1, column.to(rows.device), values.to(rows))
-
-    def features(self) -> Tensor:
-        chosen = self._chosen.whole()
-        scaled = chosen * self._plan.scale.to(chosen)
-        if self._plan.fold is None:
-            return scaled
-        padded = torch.cat([scaled, scaled.new_zeros(scaled.shape[0], 1)], 1)
-        indices, signs = (part.to(scaled.device) for part in self._plan.fold)
-        features = scaled.new_zeros(scaled.shape[0], indices.shape[1])
-        for index, sign in zip(indices, signs.to(scaled.dtype), strict=True):
-            features.addcmul_(padded.index_select(1, index), sign)
-        return features
 
 
 def _choose(

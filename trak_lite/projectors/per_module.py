@@ -22,14 +22,15 @@ from torch import Tensor
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
+    Accumulator,
     ProjectionType,
-    RoutedAccumulator,
     block_rows,
     by_module,
+    routed,
     side_by_side,
 )
 from trak_lite.projectors._scratch import FeatureRows
-from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, num_entries
+from trak_lite.types import FeatureLayout, GradientBlock, ParameterShapes, by_name, num_entries
 
 
 @final
@@ -62,45 +63,25 @@ class NoOpProjector(AbstractProjector):
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
-        return _ColumnAccumulator(num_samples, parameters, self.device)
+        starts = accumulate(map(math.prod, parameters.values()), initial=0)
+        columns = dict(zip(parameters, starts, strict=False))
+        features = FeatureRows(num_samples, num_entries(parameters), self.device)
+
+        def add(block: GradientBlock) -> None:
+            rows = block_rows(block, num_samples, parameters)
+            total, column = features.of(rows.dtype, rows.device), columns[block.name]
+            own = total[block.start : block.start + len(rows), column : column + rows.shape[1]]
+            own.add_(rows.to(total.device))
+
+        return Accumulator(add, features.whole)
 
     def adjoint(self, features: Tensor, *, model_id: int, parameters: ParameterShapes) -> dict[str, Tensor]:
         """Return the columns of every parameter in its shape, ``(m, *shape)``."""
-        parts = torch.split(features, [math.prod(shape) for shape in parameters.values()], dim=1)
-        return {
-            name: part.reshape(len(features), *shape)
-            for (name, shape), part in zip(parameters.items(), parts, strict=True)
-        }
+        return by_name(features, parameters)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return kind and version; the identity has no settings."""
         return {"kind": "identity", "proj_dim": 0, "seed": 0, "version": 1}
-
-
-@final
-class _ColumnAccumulator(AbstractFeatureAccumulator):
-    """Writes each block into its parameter's columns."""
-
-    def __init__(
-        self, num_samples: int, parameters: ParameterShapes, device: str | torch.device | None
-    ) -> None:
-        self._num_samples = num_samples
-        self._parameters = parameters
-        self._columns = dict(
-            zip(parameters, accumulate(map(math.prod, parameters.values()), initial=0), strict=False)
-        )
-        self._features = FeatureRows(num_samples, num_entries(parameters), device)
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        rows = block_rows(block, self._num_samples, self._parameters)
-        features = self._features.of(rows.dtype, rows.device)
-        column = self._columns[block.name]
-        target = features[block.start : block.start + block.num_samples, column : column + rows.shape[1]]
-        target.add_(rows.to(features.device))
-
-    def features(self) -> Tensor:
-        return self._features.whole()
 
 
 _ROOT = "(model)"
@@ -134,7 +115,7 @@ class PerModuleProjector(AbstractProjector):
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         parts = [(self._projector_of(own), own) for own in by_module(parameters).values()]
-        return RoutedAccumulator(parts, num_samples, model_id, _concatenated)
+        return routed(parts, num_samples, model_id, _concatenated)
 
     def adjoint(
         self, features: Tensor, *, model_id: int, parameters: ParameterShapes

@@ -24,7 +24,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
-from trak_lite.featurizing.unprojected import by_name, gradients_of, products_with
+from trak_lite.featurizing.unprojected import gradients_of, products_with
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
@@ -36,7 +36,7 @@ from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_o
 from trak_lite.scoring.records import ScoreRecord, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Manifest
-from trak_lite.types import FeatureLayout, OutputTerms, num_entries
+from trak_lite.types import FeatureLayout, OutputTerms, by_name, num_entries
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ Shapes: b samples, T positions, a unit's matrix ``(rows, width)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
@@ -23,7 +23,7 @@ from trak_lite.core.devices import eigh_of_positive, full_float32, precise, wide
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.featurizing.kronecker.units import GradientJoiner, Unit, UnitGradient, sample_slices
 from trak_lite.projectors import AbstractProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator
+from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator
 from trak_lite.types import (
     BlockSink,
     DenseBlock,
@@ -358,19 +358,3 @@ class PreconditionedProjector(AbstractProjector):
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the layout of the inner projector."""
         return self._projector.layout(parameters)
-
-
-@final
-class Accumulator(AbstractFeatureAccumulator):
-    """An accumulator that consists of two functions."""
-
-    def __init__(self, add: Callable[[GradientBlock], None], features: Callable[[], Tensor]) -> None:
-        self._add, self._features = add, features
-
-    def add(self, block: GradientBlock) -> None:
-        """Add one block."""
-        self._add(block)
-
-    def features(self) -> Tensor:
-        """Return the feature rows."""
-        return self._features()

@@ -23,9 +23,9 @@ from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
     ProjectionType,
-    RoutedAccumulator,
     named_gradients,
     project_named,
+    routed,
 )
 from trak_lite.projectors.dense.projectors import DEFAULT_MEMORY_BUDGET, AbstractDenseProjector
 from trak_lite.types import ParameterShapes, num_entries
@@ -216,7 +216,7 @@ class ChunkedCudaProjector(AbstractProjector):
                 "Compute params_per_chunk from these parameters."
             )
         parts = list(zip(self.projector_per_chunk, chunks, strict=True))
-        return RoutedAccumulator(parts, num_samples, model_id, self._summed)
+        return routed(parts, num_samples, model_id, self._summed)
 
     def _summed(self, parts: list[Tensor]) -> Tensor:
         total, *others = parts

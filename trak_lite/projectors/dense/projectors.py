@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -24,6 +23,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
+    Accumulator,
     ProjectionType,
     block_rows,
 )
@@ -79,7 +79,10 @@ class AbstractDenseProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch; raise if the parameters do not have ``grad_dim`` entries."""
+        """Return a new accumulator for one batch; raise if the parameters do not have ``grad_dim`` entries.
+
+        It adds ``gradient rows @ matrix`` block by block; gradients are never concatenated.
+        """
         entries = num_entries(parameters)
         if self.grad_dim and entries != self.grad_dim:
             raise InvalidInputError(
@@ -87,7 +90,21 @@ class AbstractDenseProjector(AbstractProjector):
                 "Pass grad_dim = the number of entries of all parameters in grad_wrt."
             )
         sums = FeatureRows(num_samples, self.proj_dim, self.device)
-        return _DenseAccumulator(self, num_samples, model_id, parameters, sums)
+        matrices = self._matrices
+
+        def add(block: GradientBlock) -> None:
+            rows = block_rows(block, num_samples, parameters)
+            is_wide = matrices.has_float64 and (self.dtype or rows.dtype) == torch.float64
+            total = sums.of(torch.float64 if is_wide else torch.float32, rows.device)
+            part = total[block.start : block.start + block.num_samples]
+            matrices.add_product_(part, rows, seed=self.seed, model_id=model_id, name=block.name)
+
+        def features() -> Tensor:
+            total = sums.whole()
+            scale = 1 / math.sqrt(self.proj_dim) if self.scaled else 1.0
+            return (total * scale).to(self.dtype or total.dtype)
+
+        return Accumulator(add, features)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features, equal for classes that compute the same map."""
@@ -96,32 +113,6 @@ class AbstractDenseProjector(AbstractProjector):
     def free_memory(self) -> None:
         """Free all matrices and workspaces; they are generated again when needed."""
         self._matrices.clear()
-
-
-@final
-@dataclass(eq=False)
-class _DenseAccumulator(AbstractFeatureAccumulator):
-    """Adds ``gradient rows @ matrix`` block by block; gradients are never concatenated."""
-
-    _projector: AbstractDenseProjector
-    _num_samples: int
-    _model_id: int
-    _parameters: ParameterShapes
-    _sums: FeatureRows
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        rows = block_rows(block, self._num_samples, self._parameters)
-        projector, matrices = self._projector, self._projector._matrices
-        is_wide = matrices.has_float64 and (projector.dtype or rows.dtype) == torch.float64
-        total = self._sums.of(torch.float64 if is_wide else torch.float32, rows.device)
-        part = total[block.start : block.start + block.num_samples]
-        matrices.add_product_(part, rows, seed=projector.seed, model_id=self._model_id, name=block.name)
-
-    def features(self) -> Tensor:
-        total = self._sums.whole()
-        scale = 1 / math.sqrt(self._projector.proj_dim) if self._projector.scaled else 1.0
-        return (total * scale).to(self._projector.dtype or total.dtype)
 
 
 class AbstractScaledProjector(AbstractDenseProjector):

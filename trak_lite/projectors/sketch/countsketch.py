@@ -26,6 +26,7 @@ from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
+    Accumulator,
     ProjectionType,
     check_block,
 )
@@ -92,8 +93,39 @@ class CountSketchProjector(AbstractProjector):
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator for one batch of ``num_samples`` rows."""
-        return _SketchAccumulator(self, num_samples, model_id, parameters)
+        """Return a new accumulator for one batch of ``num_samples`` rows.
+
+        It sums the sketches of blocks in reverse model order, for any order of arrival. Sketches that arrive early are
+        buffered; in a backward pass they are few.
+        """
+        order = list(parameters)[::-1]
+        turns = deque(order)
+        waiting: dict[str, list[tuple[int, Tensor]]] = {}
+        sums = FeatureRows(num_samples, self.proj_dim, self.device)
+
+        def merge(name: str) -> None:
+            for start, part in waiting.pop(name, ()):
+                if part.device.type != "cpu" and len(part) == num_samples:
+                    sums.add(part)
+                    continue
+                total = sums.of(part.dtype, part.device)
+                total[start : start + len(part)] += part.to(total.device)
+
+        def add(block: GradientBlock) -> None:
+            check_block(block, num_samples, parameters)
+            part = self.sketch(block, tuple(parameters[block.name]), model_id)
+            waiting.setdefault(block.name, []).append((block.start, part))
+            while turns and sum(len(part) for _, part in waiting.get(turns[0], ())) >= num_samples:
+                merge(turns.popleft())
+
+        def features() -> Tensor:
+            for name in order:  # also blocks of rows that already had been added
+                merge(name)
+            total = sums.whole()
+            # Not by a number: on CUDA torch multiplies by its inverse, which rounds otherwise.
+            return total if self.copies == 1 else total / total.new_full((), math.sqrt(self.copies))
+
+        return Accumulator(add, features)
 
     def adjoint(self, features: Tensor, *, model_id: int, parameters: ParameterShapes) -> dict[str, Tensor]:
         """Return the transposed map applied to feature rows, ``(m, *shape)`` by parameter name."""
@@ -154,55 +186,3 @@ class CountSketchProjector(AbstractProjector):
                 for key in keys
             ]
         return self._sketches[name, shape]
-
-
-@final
-class _SketchAccumulator(AbstractFeatureAccumulator):
-    """Sums the sketches of a batch's blocks in reverse model order, for any order of arrival.
-
-    Sketches that arrive early are buffered; in a backward pass they are few.
-    """
-
-    def __init__(
-        self, projector: CountSketchProjector, num_samples: int, model_id: int, parameters: ParameterShapes
-    ) -> None:
-        self._projector = projector
-        self._num_samples = num_samples
-        self._model_id = model_id
-        self._parameters = parameters
-        self._order = list(parameters)[::-1]
-        self._turns = deque(self._order)
-        self._waiting: dict[str, list[tuple[int, Tensor]]] = {}
-        self._total = FeatureRows(num_samples, projector.proj_dim, projector.device)
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        """Add one block; raises InvalidInputError if it does not fit the parameters or the batch."""
-        check_block(block, self._num_samples, self._parameters)
-        shape = tuple(self._parameters[block.name])
-        part = self._projector.sketch(block, shape, self._model_id)
-        self._waiting.setdefault(block.name, []).append((block.start, part))
-        while self._turns and self._is_whole(self._turns[0]):
-            self._merge(self._turns.popleft())
-
-    @torch.no_grad()
-    def features(self) -> Tensor:
-        """Return ``(B, K)`` in float32, or in float64 if gradients were float64."""
-        for name in self._order:  # also blocks of rows that already had been added
-            self._merge(name)
-        total = self._total.whole()
-        if self._projector.copies == 1:
-            return total
-        # Not by a number: on CUDA torch multiplies by its inverse, which rounds otherwise.
-        return total / total.new_full((), math.sqrt(self._projector.copies))
-
-    def _is_whole(self, name: str) -> bool:
-        return sum(len(part) for _, part in self._waiting.get(name, ())) >= self._num_samples
-
-    def _merge(self, name: str) -> None:
-        for start, part in self._waiting.pop(name, ()):
-            if part.device.type != "cpu" and len(part) == self._num_samples:
-                self._total.add(part)
-                continue
-            total = self._total.of(part.dtype, part.device)
-            total[start : start + len(part)] += part.to(total.device)

@@ -24,7 +24,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
     AbstractFeatureAccumulator,
     AbstractProjector,
-    block_rows,
+    Accumulator,
     check_block,
     sample_pieces,
     side_by_side,
@@ -39,15 +39,7 @@ from trak_lite.projectors.random.hash import (
 )
 from trak_lite.projectors.sketch.countsketch import CountSketchProjector
 from trak_lite.projectors.two_sided.principal_axes import DEFAULT_MAX_SIDE, PrincipalAxes, matrix_shapes
-from trak_lite.types import (
-    DenseBlock,
-    FactoredBlock,
-    FeatureLayout,
-    GradientBlock,
-    LookupBlock,
-    ParameterShapes,
-    SummedBlock,
-)
+from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, ParameterShapes
 
 _RANDOM: dict[str, type[AbstractEntries]] = {
     entries.kind: entries for entries in (RademacherEntries, GaussianEntries)
@@ -181,15 +173,34 @@ class TwoSidedProjector(AbstractProjector):
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows.
 
+        It adds the features of each matrix to their columns, and hands everything else to the rest.
+
         Raises:
             InvalidInputError: If the principal axes were fitted for other matrices.
         """
-        matrices, rest = self._divide(parameters)
+        matrices, others = self._divide(parameters)
         # Made even where nothing is left for it, so that it refuses blocks of unknown names.
-        rest_accumulator = self.rest.accumulator(num_samples, model_id=model_id, parameters=rest)
+        rest = self.rest.accumulator(num_samples, model_id=model_id, parameters=others)
         by_name = {matrix.name: matrix for matrix in matrices}
-        total = FeatureRows(num_samples, matrices[-1].stop if matrices else 0, self.device)
-        return _TwoSidedAccumulator(self, by_name, total, rest_accumulator, num_samples, model_id, parameters)
+        sums = FeatureRows(num_samples, matrices[-1].stop if matrices else 0, self.device)
+
+        def add(block: GradientBlock) -> None:
+            matrix = by_name.get(block.name)
+            if matrix is None:
+                rest.add(block)
+                return
+            check_block(block, num_samples, parameters)
+            if isinstance(block, FactoredBlock):
+                self._add_factors(sums, matrix, block, model_id)
+            else:
+                self._add_rows(sums, matrix, block, model_id)
+
+        def features() -> Tensor:
+            own = rest.features() if others else None
+            total = sums.whole(None if own is None else own.device)
+            return total if own is None else torch.cat([total, own.to(total.device)], 1)
+
+        return Accumulator(add, features)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return one segment per matrix in model order plus the rest; with ``layout="joint"``, a single segment.
@@ -247,6 +258,26 @@ class TwoSidedProjector(AbstractProjector):
         scale = 1.0 if self._axes is not None else 1 / math.sqrt(width)
         return values @ self._made[key].to(values.dtype), scale
 
+    def _add_factors(self, sums: FeatureRows, matrix: _Matrix, block: FactoredBlock, model_id: int) -> None:
+        """Add ``sum_t (g_t P_out) (x_t P_in)^T``: the gradient is not formed."""
+        inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
+        total = sums.of(sum_dtype(inputs.dtype, output_grads.dtype), inputs.device)
+        product, positions = self.side_product, inputs.shape[1]
+        for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
+            x, in_scale = product(inputs[piece].to(total), matrix, Stream.TWO_SIDED_IN, model_id)
+            g, out_scale = product(output_grads[piece].to(total), matrix, Stream.TWO_SIDED_OUT, model_id)
+            _add(total, matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
+
+    def _add_rows(self, sums: FeatureRows, matrix: _Matrix, block: GradientBlock, model_id: int) -> None:
+        """Add ``P_out^T G P_in`` of formed gradients."""
+        rows = block.dense().detach()
+        total, product = sums.of(sum_dtype(rows.dtype), rows.device), self.side_product
+        for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
+            grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
+            x, in_scale = product(grads, matrix, Stream.TWO_SIDED_IN, model_id)
+            g, out_scale = product(x.transpose(1, 2), matrix, Stream.TWO_SIDED_OUT, model_id)
+            _add(total, matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
+
     def _drawn(self, key: int, num_rows: int, width: int, device: torch.device) -> Tensor:
         """Return the random matrix of a key, float32 ``(num_rows, width)``."""
         kind = _RANDOM[self.proj_type]
@@ -274,58 +305,6 @@ class TwoSidedProjector(AbstractProjector):
             matrices.append(_Matrix(name, d_out, d_in, min(d_out, self.k_out), min(d_in, self.k_in), start))
             start = matrices[-1].stop
         return matrices, {name: shape for name, shape in parameters.items() if name not in shapes}
-
-
-@final
-@dataclass(eq=False)
-class _TwoSidedAccumulator(AbstractFeatureAccumulator):
-    """Writes the features of each matrix into its columns, and hands everything else to the rest."""
-
-    _projector: TwoSidedProjector
-    _matrices: Mapping[str, _Matrix]
-    _total: FeatureRows
-    _rest: AbstractFeatureAccumulator
-    _num_samples: int
-    _model_id: int
-    _parameters: ParameterShapes
-
-    @torch.no_grad()
-    def add(self, block: GradientBlock) -> None:
-        matrix = self._matrices.get(block.name)
-        if matrix is None:
-            self._rest.add(block)
-        elif isinstance(block, FactoredBlock):
-            self._add_factors(matrix, block)
-        else:
-            self._add_rows(matrix, block)
-
-    def features(self) -> Tensor:
-        rest = self._rest.features() if len(self._matrices) < len(self._parameters) else None
-        total = self._total.whole(None if rest is None else rest.device)
-        return total if rest is None else torch.cat([total, rest.to(total.device)], 1)
-
-    def _add_factors(self, matrix: _Matrix, block: FactoredBlock) -> None:
-        """Add ``sum_t (g_t P_out) (x_t P_in)^T``: the gradient is not formed."""
-        check_block(block, self._num_samples, self._parameters)
-        inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
-        total = self._total.of(sum_dtype(inputs.dtype, output_grads.dtype), inputs.device)
-        product, positions = self._projector.side_product, inputs.shape[1]
-        for piece in sample_pieces(block.num_samples, 8 * positions * (matrix.d_in + matrix.d_out)):
-            x, in_scale = product(inputs[piece].to(total), matrix, Stream.TWO_SIDED_IN, self._model_id)
-            g, out_scale = product(
-                output_grads[piece].to(total), matrix, Stream.TWO_SIDED_OUT, self._model_id
-            )
-            _add(total, matrix, block.start + piece.start, g.transpose(1, 2) @ x, in_scale * out_scale)
-
-    def _add_rows(self, matrix: _Matrix, block: DenseBlock | LookupBlock | SummedBlock) -> None:
-        """Add ``P_out^T G P_in`` of formed gradients."""
-        rows = block_rows(block, self._num_samples, self._parameters)
-        total, product = self._total.of(sum_dtype(rows.dtype), rows.device), self._projector.side_product
-        for piece in sample_pieces(block.num_samples, 8 * matrix.d_in * matrix.d_out):
-            grads = rows[piece].to(total).reshape(-1, matrix.d_out, matrix.d_in)
-            x, in_scale = product(grads, matrix, Stream.TWO_SIDED_IN, self._model_id)
-            g, out_scale = product(x.transpose(1, 2), matrix, Stream.TWO_SIDED_OUT, self._model_id)
-            _add(total, matrix, block.start + piece.start, g.transpose(1, 2), in_scale * out_scale)
 
 
 def _add(total: Tensor, matrix: _Matrix, start: int, features: Tensor, scale: float) -> None:
