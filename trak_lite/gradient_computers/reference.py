@@ -33,7 +33,7 @@ from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.types import Batch, OutputTerms
 
 _MOST_FLOAT64_BYTES = 1 << 30
-"""Largest size of the temporary float64 copy of parameters and buffers."""
+"""Largest size of a temporary float64 copy, as of parameters and buffers."""
 WRONG_ALONE: Final = (
     "torch's own backward pass over one sample is wrong here: it depends on the memory layout of a tensor, such as a "
     "channels-last one that batch normalisation reads. Call contiguous() on it in the model"
@@ -202,9 +202,25 @@ class SeenDtypes(TorchFunctionMode):
 
 def fits_in_float64(model: nn.Module) -> bool:
     """Whether the device supports float64 and the model's float64 copy is below the size limit."""
-    tensors = [*model.parameters(), *model.buffers()]
+    return fit_in_float64([*model.parameters(), *model.buffers()])
+
+
+def fit_in_float64(tensors: Sequence[Tensor]) -> bool:
+    """Whether the device of some tensors supports float64, where they take at most 1 GiB."""
     has = all(wide_dtype(tensor.device) == torch.float64 for tensor in tensors)
     return has and 8 * sum(tensor.numel() for tensor in tensors) <= _MOST_FLOAT64_BYTES
+
+
+def leaves_of_graph(number: Tensor) -> list[Tensor]:
+    """Return the tensors to which autograd leads from a number."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [number.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trak_lite.core.devices import wide_dtype
 from trak_lite.core.progress import KeptProgress
 from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows, spread_rows
@@ -44,6 +43,7 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
+from trak_lite.gradient_computers.reference import fit_in_float64, widened
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.parallel.ranks import num_ranks
 from trak_lite.types import Batch
@@ -54,7 +54,7 @@ from trak_lite.unrolled.program import (
     Frozen,
     Operations,
     Part,
-    derivatives,
+    gradient_of,
     naming_failures,
     repeatable,
     require_parameters,
@@ -72,8 +72,6 @@ _DIFFERENCES: Final = ((1e-6, 1e-4), (1e-3, 0.02))
 longer ones are for models that compute parts in float32."""
 _FEW_ROWS: Final = 8
 """Rows whose step is compared."""
-_MOST_BYTES: Final = 2**30
-"""Bytes of a model in float64 up to which it is compared."""
 
 
 @final
@@ -285,11 +283,10 @@ class Replay:
         """
         run, part = self._run, self._run.parts(0)[0]
         rows = part.rows[:_FEW_ROWS]
-        if not _fits_in_float64([state.parameters, *run.frozen]):
+        if not fit_in_float64(tree_leaves([state.parameters, *run.frozen])):
             return False
-        at, fixed, batch = _in_float64(
-            [state.parameters, [*run.frozen], take_rows(part.batch, range(len(rows)))]
-        )
+        tensors = [state.parameters, [*run.frozen], take_rows(part.batch, range(len(rows)))]
+        at, fixed, batch = map_tensors(widened, tensors)
         weights = run.weights[torch.from_numpy(rows).to(run.device)].double()
         given = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(rows)
         return _require_differences(
@@ -322,10 +319,10 @@ class Replay:
                 with torch.enable_grad():
                     value = through_the_call("f of a target", model, leaves, partial(passed, moved))
                     require_parameters("f of a target", chain([value], others), leaves.values())
-            if is_first and _fits_in_float64([final.parameters, *run.frozen]):
-                at, fixed, wide = _in_float64([final.parameters, [*run.frozen], moved])
+            if is_first and fit_in_float64(tree_leaves([final.parameters, *run.frozen])):
+                at, fixed, wide = map_tensors(widened, [final.parameters, [*run.frozen], moved])
                 self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)
-            found.append(_gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
+            found.append(gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
         stacked = {name: torch.stack([one[name] for one in found]) for name in final.parameters}
         count = len(places)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
@@ -336,28 +333,10 @@ class Replay:
         _require_differences(
             "derivatives of a target's f",
             lambda values: {"f": output(values).detach()},
-            lambda at, c: {name: c["f"] * part for name, part in _gradient_of(output, at).items()},
+            lambda at, c: {name: c["f"] * part for name, part in gradient_of(output, at).items()},
             at,
             self._moved,
         )
-
-
-def _fits_in_float64(tensors: Any) -> bool:
-    """Return whether the device has float64, and the tensors take at most 1 GiB there."""
-    leaves = tree_leaves(tensors)
-    has_float64 = all(wide_dtype(leaf.device) == torch.float64 for leaf in leaves)
-    return has_float64 and sum(8 * leaf.numel() for leaf in leaves) <= _MOST_BYTES
-
-
-def _in_float64(tree: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, tree)
-
-
-def _gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
-    """Return the gradient of a number by named tensors."""
-    with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in at.items()}
-        return derivatives(output(leaves), leaves)
 
 
 def _require_differences(

@@ -39,6 +39,7 @@ from trak_lite.errors import (
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.randomness import RandomState
+from trak_lite.gradient_computers.reference import leaves_of_graph
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import model_device
 from trak_lite.types import Batch
@@ -403,27 +404,13 @@ def _is_close(found: Any, right: Tensor) -> bool:
 
 def require_parameters(what: str, values: Iterable[Tensor], parameters: Collection[Tensor]) -> None:
     """Raise if no path of autograd leads from any of the values to one of the parameters."""
+    wanted = set(map(id, parameters))
     # A batch may use parts of the model that are not trained, as the heads of other domains.
-    if not any(_depends(value, parameters) for value in values):
+    if not any(id(leaf) in wanted for value in values for leaf in leaves_of_graph(value)):
         raise UnsupportedModelError(
             f"The {what} depends on no trained parameter. Call the model that it is given, m(inputs), and read its "
             "tensors from m.parameters: a module from outside is not trained."
         )
-
-
-def _depends(values: Tensor, parameters: Collection[Tensor]) -> bool:
-    wanted, known = {id(parameter) for parameter in parameters}, {values.grad_fn}
-    waiting = list(known)
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
-        before = {one for one, _ in node.next_functions} - known
-        known |= before
-        waiting += before
-    return False
 
 
 def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
@@ -435,17 +422,18 @@ def _gradient(
     losses: Callable[..., Tensor], parameters: Named, given: tuple[Any, ...], weights: Tensor, size: int
 ) -> Named:
     """Return the gradient of the total of ``losses(parameters, *given)``, which cannot be differentiated again."""
+    return gradient_of(lambda leaves: _total(losses(leaves, *given), weights, size), parameters)
+
+
+def gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
+    """Return the gradient of a number by named tensors: zero by those that it does not depend on."""
     with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        return derivatives(_total(losses(leaves, *given), weights, size), leaves)
-
-
-def derivatives(number: Tensor, leaves: Named) -> Named:
-    """Return the derivatives of a number by named tensors: zero by those that it does not depend on."""
-    if not number.requires_grad:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(number, list(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+        leaves = {name: value.detach().requires_grad_() for name, value in at.items()}
+        number = output(leaves)
+        if not number.requires_grad:
+            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        found = torch.autograd.grad(number, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, found, strict=True))
 
 
 def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:

@@ -33,7 +33,7 @@ from trak_lite.gradient_computers.hooks.rules.recurrent import is_recurrence, nu
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.gradient_computers.recording import tensors_of
-from trak_lite.gradient_computers.reference import naming_graph_failures
+from trak_lite.gradient_computers.reference import leaves_of_graph, naming_graph_failures
 from trak_lite.models.sharded import class_of
 from trak_lite.types import FactoredBlock
 
@@ -334,7 +334,7 @@ class GradientPass(AbstractInterceptor):
                 if self._plan.has_other_leaves:
                     # Autograd calls hooks only on the way to tensors that it is asked for.
                     asked = set(map(id, inputs))
-                    others = [leaf for leaf in _leaves_of_graph(total) if id(leaf) not in asked]
+                    others = [leaf for leaf in leaves_of_graph(total) if id(leaf) not in asked]
                     self._plan.has_other_leaves = bool(others)
                     inputs += others
             if self._tags:  # weighted passes identify the samples of routed rows
@@ -413,17 +413,6 @@ def _run_backward(
         return undispatched(torch.autograd.grad)(  # type: ignore[misc, no-any-return]
             total, inputs, weights, retain_graph=weights is not None, allow_unused=True
         )
-
-
-def _leaves_of_graph(total: Tensor) -> list[Tensor]:
-    seen: set[Any] = set()
-    waiting: list[Any] = [total.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [parent for parent, _ in node.next_functions]
-    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def _fitted(
