@@ -154,10 +154,7 @@ def _contiguous(argument: Any) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
-    strides = [1]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * max(length, 1))
-    return tuple(strides[::-1][: len(shape)])
+    return torch.empty(shape, dtype=torch.bool, device="meta").stride()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from trak_lite.core.devices import in_float64
-from trak_lite.data.batches import attributes_beside
+from trak_lite.data.batches import attributes_beside, is_equal
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
@@ -510,9 +510,7 @@ def _timed(kind: _Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return one.dtype == other.dtype and is_equal(one, other)
 
 
 def _close(one: Tensor, other: Tensor, rounding: float) -> bool:

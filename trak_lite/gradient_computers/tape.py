@@ -92,10 +92,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By variable, whether its values may differ from replay to replay."""
         self._memory: dict[int, int] = {}
         """Roots of the tensors from outside, by their storage."""
-        self._made: dict[int, StorageWeakRef] = {}
-        """Storages of results; while a weak reference is held, no other storage has the same address."""
-        self._made_first: dict[int, int] = {}
-        """Roots of the results, by their storage."""
+        self._made: dict[int, tuple[int, StorageWeakRef]] = {}
+        """Roots of the results, by their storage; while a weak reference is held, no other one has its address."""
         self._constants: dict[int, Tensor] = {}
         """Tensors from outside."""
         self._lifted: set[int] = set()
@@ -205,13 +203,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = self._numbers.get(leaf)
             if number is None:
                 storage = leaf.untyped_storage()
-                root = next((self._roots[n] for n in step.reads if is_view), None)
+                place, root = storage._cdata, next((self._roots[n] for n in step.reads if is_view), None)
                 if root is None:  # some views do not say so, such as _unsafe_view after a product
-                    root = self._memory.get(storage._cdata, self._made_first.get(storage._cdata))
+                    root = self._memory.get(place, self._made[place][0] if place in self._made else None)
                 number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
-                if storage._cdata not in self._memory:
-                    self._made.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-                    self._made_first.setdefault(storage._cdata, self._roots[number])
+                if place not in self._memory and place not in self._made:
+                    self._made[place] = self._roots[number], StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 num_bytes = leaf.numel() * leaf.element_size()
                 small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
                 if is_view and anchored and not step.writes:
