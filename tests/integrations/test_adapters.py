@@ -125,15 +125,66 @@ def test_settings_that_change_what_an_adapter_computes_are_those_of_its_file(tmp
         attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "a")
 
 
-def test_settings_that_an_old_version_did_not_save_are_not_compared(tmp_path):
-    saved = adapted("default", use_rslora=True)
+def tuned(kind, *, by, **settings):
+    """A model with an adapter of any kind, whose trained weights are multiplied by ``by``."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = peft.get_peft_model(base, getattr(peft, f"{kind}Config")(target_modules=["0"], **settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(by * torch.randn(p.shape, generator=generator) * p.requires_grad)
+    return model.double().eval()
+
+
+LORA, VERA, UNI = {"r": 2}, {"r": 2, "d_initial": 1.0}, {"r": 2, "theta_d_length": 8}
+UNSAVED = {**VERA, "save_projection": False}
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not save:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "shared", "there", "here", "match"),
+    [
+        ("Lora", LORA, {"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa' there, True here"),
+        ("Lora", LORA, {}, {"init_lora_weights": "olora"}, "init_lora_weights is True there, 'olora' here"),
+        ("Lora", {**LORA, "init_lora_weights": "pissa"}, {}, {}, None),
+        ("Lora", {**LORA, "init_lora_weights": "olora"}, {}, {}, None),
+        ("Lora", LORA, {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}, None),
+        ("Lora", LORA, {"exclude_modules": {"2"}, "lora_dropout": 0.5}, {"revision": "main"}, None),
+        ("Road", {}, {"group_size": 2}, {"group_size": 4}, "group_size is 2 there, 4 here"),
+        ("Miss", LORA, {"init_weights": "bat"}, {}, "init_weights is 'bat' there, True here"),
+        ("Vera", UNSAVED, {"projection_prng_key": 1}, {}, "projection_prng_key is 1 there, 0 here"),
+        ("Vera", VERA, {"projection_prng_key": 1}, {}, None),
+        ("UniLora", UNI, {"proj_seed": 1}, {"proj_seed": 2}, "proj_seed is 1 there, 2 here"),
+        ("UniLora", {**UNI, "save_indices": True}, {"proj_seed": 1}, {"proj_seed": 2}, None),
+    ],
+)
+def test_every_setting_is_compared_but_those_that_change_nothing(tmp_path, kind, shared, there, here, match):
+    saved = tuned(kind, by=0.5, **shared, **there)
+    saved.save_pretrained(tmp_path / "a")
+    model = tuned(kind, by=1.0, **shared, **here)
+    assert not torch.equal(gradients(model), gradients(saved))
+    if match is None:
+        check_rows(tmp_path, model, tmp_path / "a", saved)
+        return
+    with pytest.raises(CheckpointError, match=f"has other settings .*: {match}"):
+        attributor_of(tmp_path, model).featurize(ROWS, tmp_path / "a")
+
+
+def test_settings_that_an_old_version_did_not_save_have_their_defaults(tmp_path):
+    saved = adapted("default", lora_alpha=8)
     saved.save_pretrained(tmp_path / "a")
     config = tmp_path / "a" / "adapter_config.json"
-    config.write_text(json.dumps({"peft_type": "LORA", "alpha_pattern": None, "lora_alpha": 4.0}))
-    check_rows(tmp_path, adapted("default", scale=2.0, use_rslora=True), tmp_path / "a", saved)
-    config.write_text("[1]")
-    with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
-        attributor_of(tmp_path, saved).featurize(ROWS, tmp_path / "a")
+    config.write_text(json.dumps({"peft_type": "LORA", "alpha_pattern": None, "r": 2.0}))
+    check_rows(tmp_path, adapted("default", scale=2.0, lora_alpha=8), tmp_path / "a", saved)
+    with pytest.raises(CheckpointError, match="use_rslora is False there, True here"):
+        attributor_of(tmp_path, adapted("default", lora_alpha=8, use_rslora=True)).featurize(
+            ROWS, tmp_path / "a"
+        )
+    for broken in ("[1]", '{"peft_type": "NONE"}'):
+        config.write_text(broken)
+        with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
+            attributor_of(tmp_path, saved).featurize(ROWS, tmp_path / "a")
 
 
 def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(tmp_path):

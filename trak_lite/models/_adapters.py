@@ -7,6 +7,7 @@ PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the 
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +24,31 @@ _CONFIG = "adapter_config.json"
 _FLAT = "default"
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
-# Settings that change the outputs of the same weights. Names and shapes of weights show most others, and PEFT itself
-# changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
-_SETTINGS = (
-    *("r", "lora_alpha", "alpha", "randlora_alpha", "alpha_pattern", "use_rslora", "use_dora", "scaling"),
-    *("random_loc_seed", "alora_invocation_tokens", "apply_GS", "coft", "eps", "block_share"),
-    *("use_cayley_neumann", "num_cayley_neumann_terms", "use_qalora", "wavelet_family", "use_idwt", "act_fn"),
+_PROJECTIONS = ("projection_prng_key", "projection_seed", "proj_seed", "regularization_alpha")
+"""Settings that make fixed weights, which are in the file if one of ``_SAVES`` is set."""
+_SAVES = ("save_projection", "save_indices")
+_PLAIN_INITS = (
+    *(True, False, "gaussian", "orthogonal", "eva", "mica", "lycoris", "uniform", "zero"),
+    *("kaiming_uniform", "xavier_uniform"),
 )
+"""First weights of an adapter that change neither the base model nor what is computed from them later."""
+# Settings that do not change what saved weights compute, or that names and shapes of weights show. PEFT itself changes
+# some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
+_HARMLESS = {
+    *_SAVES,
+    *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "feedforward_modules", "modules_to_save", "rank_pattern", "bias"),
+    *("fan_in_fan_out", "save_only_topk_weights", "init_logits_std", "init_theta_d_bound"),
+    *("init_v_bound", "init_vector_bank_bound", "init_scale", "d_initial", "eva_config"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "prompt_tuning_init_task"),
+    *("prompt_tuning_init_state_dict_path", "tokenizer_name_or_path", "tokenizer_kwargs", "target_r"),
+    *("tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step", "init_warmup"),
+    *("final_warmup", "mask_interval", "asa_importance_beta", "asa_uncertainty_beta"),
+    *("asa_schedule_exponent", "asa_target_subspaces", "opt_weighted_loss_type"),
+    *("opt_loss_decay_factor", "auxiliary_loss_weight", "progressbar", "runtime_offload_base_weight"),
+    "generator_seed",
+}
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:
@@ -123,23 +142,42 @@ def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
     if config is None or not path.is_file():
         return
     try:
-        saved = dict(parse_json(path.read_bytes(), finite=False))
-    except (OSError, ValueError, TypeError) as error:
+        # As PEFT reads it: a setting that the file lacks has its default.
+        saved = type(config).from_peft_type(**parse_json(path.read_bytes(), finite=False))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"Cannot read the settings of an adapter {path} ({type(error).__name__}: {error}). Expected a JSON object, "
             "as save_pretrained writes it."
         ) from error
-    # Versions of PEFT differ in the settings they have, and in None, False or {} for an unused one.
+    there, here = _settings(saved), _settings(config)
     differences = [
-        f"{name} is {reprlib.repr(saved[name])} there, {reprlib.repr(own)} here"
-        for name in _SETTINGS
-        if name in saved and (saved[name] or None) != ((own := getattr(config, name, saved[name])) or None)
+        f"{name} is {reprlib.repr(there[name])} there, {reprlib.repr(value)} here"
+        for name, value in here.items()
+        if name in there and _used(name, there[name]) != _used(name, value)
     ]
     if differences:
         raise CheckpointError(
             f"{path} has other settings than the adapter {adapter!r} of the model: {'; '.join(differences)}. With them "
             "the saved weights compute something else. Build the model with PeftModel.from_pretrained(base, folder)."
         )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the settings that may change what saved weights compute, as JSON has them."""
+    values = {name: value for name, value in config.to_dict().items() if name not in _HARMLESS}
+    if any(getattr(config, name, False) for name in _SAVES):
+        values = {name: value for name, value in values.items() if name not in _PROJECTIONS}
+    text = json.dumps(
+        {name: value for name, value in values.items() if not name.endswith("dropout")},
+        default=lambda value: sorted(value, key=str) if isinstance(value, set) else str(value),
+    )
+    return dict(parse_json(text.encode(), finite=False))
+
+
+def _used(name: str, value: Any) -> Any:
+    """Return a setting; ``None`` if it is unused. Versions of PEFT differ in None, False or {} for an unused one."""
+    is_plain = name.startswith("init_") and name.endswith("weights") and value in _PLAIN_INITS
+    return None if is_plain or not (value or type(value) in (int, float)) else value
 
 
 def unnamed_adapter(
