@@ -18,10 +18,14 @@ from trak_lite.errors import CheckpointError
 ROWS = TensorDataset(torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
 
 
+def base():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
 def adapted(*names, active=None, scale=1.0, **settings):
     """A model with these adapters, all weights of which are multiplied by ``scale``."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    model = base()
     layers = {"target_modules": ["0", "2"], "r": 2, "init_lora_weights": False, "lora_alpha": 4}
     config = peft.LoraConfig(**{**layers, **settings})
     model = peft.get_peft_model(model, config, adapter_name=names[0])
@@ -185,6 +189,19 @@ def test_settings_that_an_old_version_did_not_save_have_their_defaults(tmp_path)
         config.write_text(broken)
         with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
             attributor_of(tmp_path, saved).featurize(ROWS, tmp_path / "a")
+
+
+@pytest.mark.parametrize("bias", ["none", "lora_only", "all"])
+def test_biases_that_were_trained_with_an_adapter_are_kept_beside_it(tmp_path, bias):
+    """PEFT freezes the matrices of an adapter that it loads for inference, and leaves these biases."""
+    saved = adapted("default", bias=bias, target_modules=["0"])
+    saved.save_pretrained(tmp_path / "a")
+    model = peft.PeftModel.from_pretrained(base().double(), tmp_path / "a")
+    check_rows(tmp_path, model, None, saved)
+    head = next(p for name, p in model.named_parameters() if name.endswith("2.weight"))
+    head.requires_grad_()  # trained on top of the frozen adapter
+    again = attributor_of(tmp_path / "again", model)
+    assert set(again.parameters) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,17 @@ _HARMLESS = {
 }
 
 
-def adapter_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of a ``peft.PeftModel``'s active adapters; none for other models."""
-    adapters = _active_adapters(model) if hasattr(model, "peft_config") else []
+def frozen_adapter(model: nn.Module, trained: Iterable[str]) -> set[str]:
+    """Return the names of the parameters of a ``peft.PeftModel``'s active adapters if they were loaded for inference.
+
+    ``trained`` are the names of the parameters that require grad. PEFT leaves only biases that were trained with the
+    adapters (``bias="all"`` or ``"lora_only"``) among them; if there are others, the result is empty.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    adapters = [adapter for adapter in _active_adapters(model) if adapter in configs]
+    biases = any(getattr(configs[adapter], "bias", "none") != "none" for adapter in adapters)
+    if not all(biases and name.endswith("bias") for name in trained):
+        return set()
     names = [name for name, _ in model.named_parameters()]
     return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
 
