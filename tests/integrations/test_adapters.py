@@ -191,6 +191,16 @@ def test_settings_that_an_old_version_did_not_save_have_their_defaults(tmp_path)
             attributor_of(tmp_path, saved).featurize(ROWS, tmp_path / "a")
 
 
+@pytest.mark.parametrize("name", ["0", "model"])
+def test_an_adapter_may_have_the_name_of_a_module_of_the_base_model(tmp_path, name):
+    parts = {"target_modules": ["0"], "modules_to_save": ["2"]}
+    saved = adapted(name, **parts)
+    saved.save_pretrained(tmp_path / "a")
+    model = peft.PeftModel.from_pretrained(base().double(), tmp_path / "a" / name, adapter_name=name)
+    check_rows(tmp_path, model, None, saved)
+    check_rows(tmp_path / "again", adapted(name, scale=2.0, **parts), tmp_path / "a", saved)
+
+
 @pytest.mark.parametrize("bias", ["none", "lora_only", "all"])
 def test_biases_that_were_trained_with_an_adapter_are_kept_beside_it(tmp_path, bias):
     """PEFT freezes the matrices of an adapter that it loads for inference, and leaves these biases."""

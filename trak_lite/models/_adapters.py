@@ -63,7 +63,7 @@ def frozen_adapter(model: nn.Module, trained: Iterable[str]) -> set[str]:
     if not all(biases and name.endswith("bias") for name in trained):
         return set()
     names = [name for name, _ in model.named_parameters()]
-    return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
+    return {name for adapter in adapters for name in _saved_names(model, names, adapter).values()}
 
 
 def parameter_versions(model: nn.Module) -> dict[str, int | None]:
@@ -202,7 +202,7 @@ def unnamed_adapter(
     if is_adapter and len(active) == 1:
         return {active[0]: state}
     held = model.state_dict() if active else {}
-    known = {_saved_name(name, adapter) for name in held for adapter in active}.union(held)
+    known = {name for adapter in active for name in _saved_names(model, held, adapter)}.union(held)
     if not is_adapter and (not known.issuperset(state) or held.keys() >= state.keys()):
         return {}
     adapters = _adapters(model)
@@ -215,7 +215,10 @@ def unnamed_adapter(
 
 
 def completed_adapters(
-    adapters: Mapping[str, Mapping[str, Any]], held: Mapping[str, Any], base: Mapping[str, Any]
+    model: nn.Module,
+    adapters: Mapping[str, Mapping[str, Any]],
+    held: Mapping[str, Any],
+    base: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a complete state dict under the model's names: the saved adapters and the base weights.
 
@@ -225,9 +228,10 @@ def completed_adapters(
     given: dict[str, Any] = {}
     frozen = {name: base[name] for name in held if name in base}
     for adapter, saved in adapters.items():
-        names = {_saved_name(name, adapter): name for name in held}
+        names = _saved_names(model, held, adapter)
         given.update({names.get(name, name): value for name, value in saved.items()})
-        frozen = {name: value for name, value in frozen.items() if _saved_name(name, adapter) == name}
+        for name in names.values():
+            frozen.pop(name, None)
     return {**frozen, **given}
 
 
@@ -244,20 +248,32 @@ def _active_adapters(model: nn.Module) -> list[str]:
     return []
 
 
-def _saved_name(name: str, adapter: str) -> str:
-    """Return the name under which PEFT saves a weight.
+def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[str, str]:
+    """Return those of the names that are of an adapter's weights, by the names under which PEFT saves these."""
+    holders = {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.ModuleDict | nn.ParameterDict) or type(module).__name__ == "BufferDict"
+    }
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        # Modules of the base model may have the adapter's name, too.
+        places = [n for n in range(1, len(parts)) if parts[n] == adapter and ".".join(parts[:n]) in holders]
+        if places:
+            found[_saved_name(parts[: places[-1]], parts[places[-1] + 1 :])] = name
+    return found
+
+
+def _saved_name(before: list[str], after: list[str]) -> str:
+    """Return the name under which PEFT saves a weight, of the parts before and after the adapter's name.
 
     Example:
-        >>> _saved_name("head.modules_to_save.default.weight", "default")
+        >>> _saved_name(["head", "modules_to_save"], ["weight"])
         'head.weight'
     """
-    parts = name.split(".")
-    if adapter not in parts[1:]:
-        return name
-    place = len(parts) - 1 - parts[::-1].index(adapter)
-    before, after = parts[:place], parts[place + 1 :]
     if before[-1] == _WRAPPER:
-        before.pop()
+        before = before[:-1]
     if before[-1] == _VECTOR:  # DoRA: PEFT saves the vector without its wrapping module
         after = []
     return ".".join([*before, *after])

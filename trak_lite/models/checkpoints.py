@@ -426,7 +426,7 @@ def _load_state(
     base = held if own is None else own
     given, versions = _under_own_names(state, held)
     if adapters:
-        given = completed_adapters(adapters, held, base)
+        given = completed_adapters(model, adapters, held, base)
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
         _keep_others(given, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.
