@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from functools import partial
 
 import hub_models as hub
 import numpy as np
@@ -189,6 +190,102 @@ def test_settings_that_an_old_version_did_not_save_have_their_defaults(tmp_path)
         config.write_text(broken)
         with pytest.raises(CheckpointError, match="Cannot read the settings of an adapter"):
             attributor_of(tmp_path, saved).featurize(ROWS, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("AdaLora", {"init_r": 2, "target_r": 1, "total_step": 9}), ("Shira", {"r": 1, "random_seed": 1})],
+)
+def test_what_an_adapter_has_besides_its_trained_weights_is_the_models(tmp_path, kind, settings):
+    saved = tuned(kind, by=0.5, **settings)
+    saved.save_pretrained(tmp_path / "a")
+    check_rows(tmp_path, tuned(kind, by=1.0, **settings), tmp_path / "a", saved)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    model = peft.PeftModel.from_pretrained(layers, tmp_path / "a")
+    check_rows(tmp_path / "again", model, None, saved)
+
+
+def test_weights_that_stand_for_other_entries_are_refused(tmp_path):
+    tuned("Shira", by=0.5, r=1, random_seed=1).save_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"other entries of base_model.model.0 there .*from_pretrained"):
+        attributor_of(tmp_path, tuned("Shira", by=1.0, r=1, random_seed=2)).featurize(ROWS, tmp_path / "a")
+
+
+OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+IDS = TensorDataset(torch.arange(3, 27).reshape(4, 6))
+
+
+def last_outputs(call, batch):
+    """f of the last positions, which virtual tokens in front of the text do not move."""
+    return call(input_ids=batch[0]).logits[:, -4:].log_softmax(-1)[..., 5].sum(1)
+
+
+def text_gradients(model):
+    weights = [p for p in model.eval().parameters() if p.requires_grad]
+    rows = [torch.autograd.grad(last_outputs(model, [ids[None]]).sum(), weights) for (ids,) in IDS]
+    return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+
+
+def prompted(kind, seed, **settings):
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings)
+    return spread_adapter(peft.get_peft_model(hub.made(hub.llama), config), seed)
+
+
+def with_own_adapter(seed):
+    model = hub.made(hub.llama)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return spread_adapter(model, seed)
+
+
+def spread_adapter(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * p.requires_grad)
+    return model.double().eval()
+
+
+@OF_PEFT
+@pytest.mark.parametrize(
+    "build", [partial(prompted, "PromptTuning"), partial(prompted, "PrefixTuning"), with_own_adapter]
+)
+def test_prompts_and_adapters_of_transformers_are_loaded_from_their_folders(tmp_path, build):
+    saved = build(1)
+    saved.save_pretrained(tmp_path / "a")
+    Attributor(build(2), last_outputs, tmp_path / "a.zarr", **hub.EXACT).featurize(IDS, tmp_path / "a")
+    found = torch.from_numpy(hub.stored_rows(tmp_path / "a.zarr"))
+    torch.testing.assert_close(found, text_gradients(saved), **hub.ROUNDED)
+
+
+@OF_PEFT
+@pytest.mark.parametrize(
+    ("build", "task", "rows", "computed"),
+    [
+        (
+            partial(prompted, "PromptEncoder", 1, encoder_hidden_size=4),
+            last_outputs,
+            IDS,
+            "prompt_embeddings",
+        ),
+        (
+            partial(
+                tuned, "VBLoRA", by=1.0, r=2, num_vectors=6, vector_length=2, save_only_topk_weights=True
+            ),
+            output,
+            ROWS,
+            "vblora_logits_A_topk_weights",
+        ),
+    ],
+)
+def test_folders_without_the_trained_weights_say_what_to_save(tmp_path, build, task, rows, computed):
+    build().save_pretrained(tmp_path / "a")
+    attributor = Attributor(build(), task, None, proj_dim=8, progress=False)
+    with pytest.raises(
+        CheckpointError, match=rf"has \['.*{computed}'.*\. PEFT saves only what .*model.state_dict\(\)"
+    ):
+        attributor.featurize(rows, tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["0", "model"])

@@ -24,6 +24,10 @@ _CONFIG = "adapter_config.json"
 _FLAT = "default"
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
+_RANKS = "ranknum"
+"""A number of AdaLoRA beside its weights that is not trained and not saved: its setting ``init_r``."""
+_PROMPTS = "prompt_embeddings"
+_OUTER = "base_model.model."
 _PROJECTIONS = ("projection_prng_key", "projection_seed", "proj_seed", "regularization_alpha")
 """Settings that make fixed weights, which are in the file if one of ``_SAVES`` is set."""
 _SAVES = ("save_projection", "save_indices")
@@ -224,15 +228,46 @@ def completed_adapters(
 
     ``held`` is the model's state dict, and ``base`` has the weights of the base model. Weights of the saved adapters
     are never taken from it, so that weights missing in a file are detected.
+
+    Raises:
+        CheckpointError: If an adapter's file lacks weights that PEFT does not save, or is of other entries (SHiRA).
     """
     given: dict[str, Any] = {}
     frozen = {name: base[name] for name in held if name in base}
+    # A model of Transformers with add_adapter saves its adapter under the names of a PeftModel.
+    prefix = "" if any(name.startswith(_OUTER) for name in held) else _OUTER
     for adapter, saved in adapters.items():
         names = _saved_names(model, held, adapter)
-        given.update({names.get(name, name): value for name, value in saved.items()})
+        weights = {name.removeprefix(prefix): value for name, value in saved.items()}
+        _refuse_computed(weights, names, adapter)
+        _take_indices(model, weights, adapter)
+        given.update({names.get(name, name): value for name, value in weights.items()})
         for name in names.values():
             frozen.pop(name, None)
     return {**frozen, **given}
+
+
+def _refuse_computed(saved: Mapping[str, Any], names: Mapping[str, str], adapter: str) -> None:
+    """Raise if a file has what PEFT computes from weights (P-tuning, VB-LoRA's top k) in place of these."""
+    computed = [name for name in saved if name == _PROMPTS or name.endswith("_topk_weights")]
+    lacking = [own for name, own in names.items() if name not in saved]
+    if computed and lacking:
+        raise CheckpointError(
+            f"The file of the adapter {adapter!r} has {computed[:3]}. PEFT saves only what it computes from the "
+            f"weights {lacking[:3]}, not the weights. Save model.state_dict(), and pass that."
+        )
+
+
+def _take_indices(model: nn.Module, saved: dict[str, Any], adapter: str) -> None:
+    """Remove the positions of SHiRA's weights from a file after comparing them with those of the model."""
+    for name, module in model.named_modules():
+        indices: Any = getattr(module, "shira_indices", {})
+        there = saved.pop(f"{name}.shira_indices", None) if adapter in indices else None
+        if there is not None and not torch.equal(there.to(indices[adapter]), indices[adapter]):
+            raise CheckpointError(
+                f"The weights of the adapter {adapter!r} stand for other entries of {name} there than here "
+                "(shira_indices). Build the model with PeftModel.from_pretrained(base, folder)."
+            )
 
 
 def _adapters(model: nn.Module) -> list[str]:
@@ -243,6 +278,8 @@ def _active_adapters(model: nn.Module) -> list[str]:
     # base_model.set_adapter([...]) changes only the first. Models of Transformers have methods of these names.
     for name in ("active_adapters", "active_adapter"):
         active: Any = getattr(model, name, None)
+        if callable(active) and getattr(model, "_hf_peft_config_loaded", False):  # set by its add_adapter
+            active = active()
         if isinstance(active, str | list):
             return [active] if isinstance(active, str) else active
     return []
@@ -260,7 +297,7 @@ def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[s
         parts = name.split(".")
         # Modules of the base model may have the adapter's name, too.
         places = [n for n in range(1, len(parts)) if parts[n] == adapter and ".".join(parts[:n]) in holders]
-        if places:
+        if places and _RANKS not in parts:
             found[_saved_name(parts[: places[-1]], parts[places[-1] + 1 :])] = name
     return found
 
@@ -272,6 +309,8 @@ def _saved_name(before: list[str], after: list[str]) -> str:
         >>> _saved_name(["head", "modules_to_save"], ["weight"])
         'head.weight'
     """
+    if (before, after) == (["prompt_encoder"], ["embedding", "weight"]):
+        return _PROMPTS
     if before[-1] == _WRAPPER:
         before = before[:-1]
     if before[-1] == _VECTOR:  # DoRA: PEFT saves the vector without its wrapping module
