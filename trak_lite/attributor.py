@@ -134,7 +134,8 @@ class Attributor:
                 disk of ``"float16"``: they store integers and one float32 scale per row (see :attr:`row_bytes`).
                 Target features are then stored in float32.
             grad_wrt: Names, patterns (``"layers.*"``) or module classes of the parameters to differentiate;
-                ``None`` selects all parameters that require grad; if a PEFT model has none, those of its adapter.
+                ``None`` selects all parameters that require grad; of a PEFT model that was loaded for inference, also
+                those of its adapter.
             gradient_computer: ``"hook"``, ``"functional"``, ``"iterative"``, or a class or partial of one. ``"auto"``
                 uses the first of these that is exact for the model on its first samples; if the store at the path
                 records one, it is tried first.

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -108,15 +109,32 @@ def test_no_source_means_the_model_as_it_is_also_between_others(load):
     assert flat(model) == own
 
 
-def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path, load):
-    def tied():
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        model[1].weight = model[0].weight
-        return model
+def tied():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    return model
 
+
+def test_safetensors_of_tied_weights_load_without_the_dropped_name(tmp_path, load):
     saved = tied()
     save_model(saved, str(tmp_path / "tied.safetensors"))
     assert load(tied(), tmp_path / "tied.safetensors")[1][0].tolist() == flat(saved)
+
+
+def test_a_tied_weight_has_one_value_in_a_checkpoint(load):
+    model, unused = tied(), torch.tensor([math.nan, 1.0])
+    for layer in model:
+        layer.register_buffer("unused", unused)
+    before = flat(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["0.weight"][0, 0] = 3.0
+    state["1.weight"] = state["0.weight"].double()
+    assert load(model, state)[1][0][0] == 3.0
+    for name in ("1.weight", "1.unused"):
+        other = {**state, name: state[name] + 1e-3}
+        with pytest.raises(CheckpointError, match=rf"different values for '0.*' and '{name}', .* one tied"):
+            load(model, other)
+    assert flat(model) == before
 
 
 def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from trak_lite.core.validate import known_names, some_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.models._adapters import adapter_parameters
+from trak_lite.models._adapters import frozen_adapter
 
 ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
@@ -45,8 +45,8 @@ def select_parameters(
         model: The module.
         grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
             class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
-            tied weight selects the weight. ``None`` selects every parameter that requires grad; if a PEFT model has
-            none, those of its active adapter.
+            tied weight selects the weight. ``None`` selects every parameter that requires grad; of a PEFT model that
+            was loaded for inference, also those of its active adapter.
         canonical: ``dict(model.named_parameters())``, if the caller has it.
 
     Raises:
@@ -56,9 +56,8 @@ def select_parameters(
     canonical = {name: p for name, p in canonical.items() if is_lazy(p) or p.numel()}
     if grad_wrt is None:
         selected = {name: p for name, p in canonical.items() if p.requires_grad}
-        if not selected:  # PEFT freezes an adapter that is loaded for inference
-            adapter = adapter_parameters(model)
-            selected = {name: p for name, p in canonical.items() if name in adapter}
+        if adapter := frozen_adapter(model, selected):  # PEFT freezes one that is loaded for inference
+            selected = {name: p for name, p in canonical.items() if name in adapter or name in selected}
         if not selected:
             raise InvalidInputError(
                 f"No parameter of {type(model).__name__} requires grad, so there is nothing to differentiate. Name "

@@ -7,8 +7,9 @@ PEFT omits the adapter's name from saved names (``q_proj.lora_A.weight`` is the 
 
 from __future__ import annotations
 
+import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,50 @@ _CONFIG = "adapter_config.json"
 _FLAT = "default"
 _WRAPPER = "modules_to_save"
 _VECTOR = "lora_magnitude_vector"
-# Settings that change the outputs of the same weights. Names and shapes of weights show most others, and PEFT itself
-# changes some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
-_SETTINGS = (
-    *("r", "lora_alpha", "alpha", "randlora_alpha", "alpha_pattern", "use_rslora", "use_dora", "scaling"),
-    *("random_loc_seed", "alora_invocation_tokens", "apply_GS", "coft", "eps", "block_share"),
-    *("use_cayley_neumann", "num_cayley_neumann_terms", "use_qalora", "wavelet_family", "use_idwt", "act_fn"),
+_RANKS = "ranknum"
+"""A number of AdaLoRA beside its weights that is not trained and not saved: its setting ``init_r``."""
+_PROMPTS = "prompt_embeddings"
+_OUTER = "base_model.model."
+_PROJECTIONS = ("projection_prng_key", "projection_seed", "proj_seed", "regularization_alpha")
+"""Settings that make fixed weights, which are in the file if one of ``_SAVES`` is set."""
+_SAVES = ("save_projection", "save_indices")
+_PLAIN_INITS = (
+    *(True, False, "gaussian", "orthogonal", "eva", "mica", "lycoris", "uniform", "zero"),
+    *("kaiming_uniform", "xavier_uniform"),
 )
+"""First weights of an adapter that change neither the base model nor what is computed from them later."""
+# Settings that do not change what saved weights compute, or that names and shapes of weights show. PEFT itself changes
+# some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
+_HARMLESS = {
+    *_SAVES,
+    *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "feedforward_modules", "modules_to_save", "rank_pattern", "bias"),
+    *("fan_in_fan_out", "save_only_topk_weights", "init_logits_std", "init_theta_d_bound"),
+    *("init_v_bound", "init_vector_bank_bound", "init_scale", "d_initial", "eva_config"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "prompt_tuning_init_task"),
+    *("prompt_tuning_init_state_dict_path", "tokenizer_name_or_path", "tokenizer_kwargs", "target_r"),
+    *("tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step", "init_warmup"),
+    *("final_warmup", "mask_interval", "asa_importance_beta", "asa_uncertainty_beta"),
+    *("asa_schedule_exponent", "asa_target_subspaces", "opt_weighted_loss_type"),
+    *("opt_loss_decay_factor", "auxiliary_loss_weight", "progressbar", "runtime_offload_base_weight"),
+    "generator_seed",
+}
 
 
-def adapter_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of a ``peft.PeftModel``'s active adapters; none for other models."""
-    adapters = _active_adapters(model) if hasattr(model, "peft_config") else []
+def frozen_adapter(model: nn.Module, trained: Iterable[str]) -> set[str]:
+    """Return the names of the parameters of a ``peft.PeftModel``'s active adapters if they were loaded for inference.
+
+    ``trained`` are the names of the parameters that require grad. PEFT leaves only biases that were trained with the
+    adapters (``bias="all"`` or ``"lora_only"``) among them; if there are others, the result is empty.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    adapters = [adapter for adapter in _active_adapters(model) if adapter in configs]
+    biases = any(getattr(configs[adapter], "bias", "none") != "none" for adapter in adapters)
+    if not all(biases and name.endswith("bias") for name in trained):
+        return set()
     names = [name for name, _ in model.named_parameters()]
-    return {name for adapter in adapters for name in names if _saved_name(name, adapter) != name}
+    return {name for adapter in adapters for name in _saved_names(model, names, adapter).values()}
 
 
 def parameter_versions(model: nn.Module) -> dict[str, int | None]:
@@ -123,23 +154,42 @@ def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
     if config is None or not path.is_file():
         return
     try:
-        saved = dict(parse_json(path.read_bytes(), finite=False))
-    except (OSError, ValueError, TypeError) as error:
+        # As PEFT reads it: a setting that the file lacks has its default.
+        saved = type(config).from_peft_type(**parse_json(path.read_bytes(), finite=False))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"Cannot read the settings of an adapter {path} ({type(error).__name__}: {error}). Expected a JSON object, "
             "as save_pretrained writes it."
         ) from error
-    # Versions of PEFT differ in the settings they have, and in None, False or {} for an unused one.
+    there, here = _settings(saved), _settings(config)
     differences = [
-        f"{name} is {reprlib.repr(saved[name])} there, {reprlib.repr(own)} here"
-        for name in _SETTINGS
-        if name in saved and (saved[name] or None) != ((own := getattr(config, name, saved[name])) or None)
+        f"{name} is {reprlib.repr(there[name])} there, {reprlib.repr(value)} here"
+        for name, value in here.items()
+        if name in there and _used(name, there[name]) != _used(name, value)
     ]
     if differences:
         raise CheckpointError(
             f"{path} has other settings than the adapter {adapter!r} of the model: {'; '.join(differences)}. With them "
             "the saved weights compute something else. Build the model with PeftModel.from_pretrained(base, folder)."
         )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the settings that may change what saved weights compute, as JSON has them."""
+    values = {name: value for name, value in config.to_dict().items() if name not in _HARMLESS}
+    if any(getattr(config, name, False) for name in _SAVES):
+        values = {name: value for name, value in values.items() if name not in _PROJECTIONS}
+    text = json.dumps(
+        {name: value for name, value in values.items() if not name.endswith("dropout")},
+        default=lambda value: sorted(value, key=str) if isinstance(value, set) else str(value),
+    )
+    return dict(parse_json(text.encode(), finite=False))
+
+
+def _used(name: str, value: Any) -> Any:
+    """Return a setting; ``None`` if it is unused. Versions of PEFT differ in None, False or {} for an unused one."""
+    is_plain = name.startswith("init_") and name.endswith("weights") and value in _PLAIN_INITS
+    return None if is_plain or not (value or type(value) in (int, float)) else value
 
 
 def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -150,7 +200,7 @@ def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Map
     """
     active = _active_adapters(model)
     held = model.state_dict() if active else {}
-    known = {_saved_name(name, adapter) for name in held for adapter in active}.union(held)
+    known = {name for adapter in active for name in _saved_names(model, held, adapter)}.union(held)
     if not known.issuperset(state) or held.keys() >= state.keys():
         return {}
     adapters = _adapters(model)
@@ -163,20 +213,55 @@ def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Map
 
 
 def completed_adapters(
-    adapters: Mapping[str, Mapping[str, Any]], held: Mapping[str, Any], base: Mapping[str, Any]
+    model: nn.Module,
+    adapters: Mapping[str, Mapping[str, Any]],
+    held: Mapping[str, Any],
+    base: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a complete state dict under the model's names: the saved adapters and the base weights.
 
     ``held`` is the model's state dict, and ``base`` has the weights of the base model. Weights of the saved adapters
     are never taken from it, so that weights missing in a file are detected.
+
+    Raises:
+        CheckpointError: If an adapter's file lacks weights that PEFT does not save, or is of other entries (SHiRA).
     """
     given: dict[str, Any] = {}
     frozen = {name: base[name] for name in held if name in base}
+    # A model of Transformers with add_adapter saves its adapter under the names of a PeftModel.
+    prefix = "" if any(name.startswith(_OUTER) for name in held) else _OUTER
     for adapter, saved in adapters.items():
-        names = {_saved_name(name, adapter): name for name in held}
-        given.update({names.get(name, name): value for name, value in saved.items()})
-        frozen = {name: value for name, value in frozen.items() if _saved_name(name, adapter) == name}
+        names = _saved_names(model, held, adapter)
+        weights = {name.removeprefix(prefix): value for name, value in saved.items()}
+        _refuse_computed(weights, names, adapter)
+        _take_indices(model, weights, adapter)
+        given.update({names.get(name, name): value for name, value in weights.items()})
+        for name in names.values():
+            frozen.pop(name, None)
     return {**frozen, **given}
+
+
+def _refuse_computed(saved: Mapping[str, Any], names: Mapping[str, str], adapter: str) -> None:
+    """Raise if a file has what PEFT computes from weights (P-tuning, VB-LoRA's top k) in place of these."""
+    computed = [name for name in saved if name == _PROMPTS or name.endswith("_topk_weights")]
+    lacking = [own for name, own in names.items() if name not in saved]
+    if computed and lacking:
+        raise CheckpointError(
+            f"The file of the adapter {adapter!r} has {computed[:3]}. PEFT saves only what it computes from the "
+            f"weights {lacking[:3]}, not the weights. Save model.state_dict(), and pass that."
+        )
+
+
+def _take_indices(model: nn.Module, saved: dict[str, Any], adapter: str) -> None:
+    """Remove the positions of SHiRA's weights from a file after comparing them with those of the model."""
+    for name, module in model.named_modules():
+        indices: Any = getattr(module, "shira_indices", {})
+        there = saved.pop(f"{name}.shira_indices", None) if adapter in indices else None
+        if there is not None and not torch.equal(there.to(indices[adapter]), indices[adapter]):
+            raise CheckpointError(
+                f"The weights of the adapter {adapter!r} stand for other entries of {name} there than here "
+                "(shira_indices). Build the model with PeftModel.from_pretrained(base, folder)."
+            )
 
 
 def _adapters(model: nn.Module) -> list[str]:
@@ -187,25 +272,41 @@ def _active_adapters(model: nn.Module) -> list[str]:
     # base_model.set_adapter([...]) changes only the first. Models of Transformers have methods of these names.
     for name in ("active_adapters", "active_adapter"):
         active: Any = getattr(model, name, None)
+        if callable(active) and getattr(model, "_hf_peft_config_loaded", False):  # set by its add_adapter
+            active = active()
         if isinstance(active, str | list):
             return [active] if isinstance(active, str) else active
     return []
 
 
-def _saved_name(name: str, adapter: str) -> str:
-    """Return the name under which PEFT saves a weight.
+def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[str, str]:
+    """Return those of the names that are of an adapter's weights, by the names under which PEFT saves these."""
+    holders = {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.ModuleDict | nn.ParameterDict) or type(module).__name__ == "BufferDict"
+    }
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        # Modules of the base model may have the adapter's name, too.
+        places = [n for n in range(1, len(parts)) if parts[n] == adapter and ".".join(parts[:n]) in holders]
+        if places and _RANKS not in parts:
+            found[_saved_name(parts[: places[-1]], parts[places[-1] + 1 :])] = name
+    return found
+
+
+def _saved_name(before: list[str], after: list[str]) -> str:
+    """Return the name under which PEFT saves a weight, of the parts before and after the adapter's name.
 
     Example:
-        >>> _saved_name("head.modules_to_save.default.weight", "default")
+        >>> _saved_name(["head", "modules_to_save"], ["weight"])
         'head.weight'
     """
-    parts = name.split(".")
-    if adapter not in parts[1:]:
-        return name
-    place = len(parts) - 1 - parts[::-1].index(adapter)
-    before, after = parts[:place], parts[place + 1 :]
+    if (before, after) == (["prompt_encoder"], ["embedding", "weight"]):
+        return _PROMPTS
     if before[-1] == _WRAPPER:
-        before.pop()
+        before = before[:-1]
     if before[-1] == _VECTOR:  # DoRA: PEFT saves the vector without its wrapping module
         after = []
     return ".".join([*before, *after])

@@ -417,7 +417,7 @@ def _load_state(
     base = held if own is None else own
     given, versions = _under_own_names(state, held)
     if adapters:
-        given = completed_adapters(adapters, held, base)
+        given = completed_adapters(model, adapters, held, base)
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
         _keep_others(given, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.
@@ -452,6 +452,15 @@ def _load_state(
             f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
             f"{advice}"
         )
+    by_tensor: dict[int, str] = {}
+    for name in (name for name, value in given.items() if isinstance(value, Tensor)):
+        first = by_tensor.setdefault(id(held[name]), name)
+        if first != name and not _is_equal(given[first], given[name], held[name]):
+            raise CheckpointError(
+                f"Checkpoint {checkpoint.source or checkpoint.name!r} has different values for {first!r} and {name!r}, "
+                f"which are one tied weight of {class_of(model).__name__}. Expected equal values. Build the model "
+                "that the checkpoint was saved from, with these weights untied."
+            )
     given = {
         # Modules may keep and change a value that is no tensor.
         name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -461,6 +470,17 @@ def _load_state(
     # where no version is recorded, use the model's.
     versions = {**module_versions(held), **versions}
     model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors omits tied names
+
+
+def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
+    """Return whether two values are the same as those of a tensor of the model, NaN being equal to NaN."""
+    if _is_same(value, other):
+        return True
+    one, two = (of_all_ranks(tensor.detach()) for tensor in (value, other))
+    if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in (one, two)):
+        return True  # not comparable in general
+    one, two = one.to(held.dtype), two.to(one.device, held.dtype)
+    return torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
 
 
 def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
