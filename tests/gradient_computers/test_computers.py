@@ -731,7 +731,9 @@ def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(la
     batch = (torch.rand(8, 3, dtype=torch.float64) * signs,)
     with pytest.raises(UnsupportedModelError, match=r"depends on the other samples .*'iterative'"):
         collect_gradients(kind(model, task), batch)
-    with pytest.warns(UserWarning, match=r"f of every sample alone.*'contrastive'"):
+    with pytest.warns(
+        UserWarning, match=r"f of every sample alone, with the padding of its batch\..*'contrastive'"
+    ):
         name, reason, computer = choose_gradient_computer(model, task, batch)
     assert name == "iterative"
     assert layer is not Experts or "hook: Experts: f of a sample depends on" in reason
