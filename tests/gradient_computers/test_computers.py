@@ -731,7 +731,9 @@ def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(la
     batch = (torch.rand(8, 3, dtype=torch.float64) * signs,)
     with pytest.raises(UnsupportedModelError, match=r"depends on the other samples .*'iterative'"):
         collect_gradients(kind(model, task), batch)
-    with pytest.warns(UserWarning, match=r"f of every sample alone.*'contrastive'"):
+    with pytest.warns(
+        UserWarning, match=r"f of every sample alone, with the padding of its batch\..*'contrastive'"
+    ):
         name, reason, computer = choose_gradient_computer(model, task, batch)
     assert name == "iterative"
     assert layer is not Experts or "hook: Experts: f of a sample depends on" in reason
@@ -905,11 +907,46 @@ def test_overriding_a_method_of_the_originals_is_honoured_by_the_stream(computer
     torch.testing.assert_close(terms.out_to_loss_grad, 5 * plain.out_to_loss_grad)
 
 
+class Adapted(nn.Module):
+    """A frozen layer and an adapter, with the weights of the layer in its attributes, as PEFT has them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.adapter = nn.Linear(layer.in_features, layer.out_features)
+
+    weight = property(lambda self: self.layer.weight)
+    bias = property(lambda self: self.layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter(x)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", GRADIENT_COMPUTERS)
+def test_adapters_in_a_transformer_layer_of_torch_have_the_gradients_of_training(name):
+    """In eval mode torch's fast path reads ``linear1.weight`` and calls no module."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True).requires_grad_(False)
+    encoder.linear1 = Adapted(encoder.linear1)
+    model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(20, 1))
+    batch, kept = (torch.randn(3, 5, 4),), [p for p in model.parameters() if p.requires_grad]
+    assert model.training
+    outputs = model(batch[0])[:, 0]
+    rows = [torch.autograd.grad(f, kept, retain_graph=True) for f in outputs]
+    model.eval()
+
+    computer = GRADIENT_COMPUTERS[name](model, resolve_task(total))
+    for found, *expected in zip(collect_gradients(computer, batch).values(), *rows, strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(computer.terms(batch).output, outputs)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("name", [*GRADIENT_COMPUTERS, "auto"])
 def test_an_f_that_depends_on_which_parameters_require_grad_is_refused(name, reads):
-    """Attention of torch takes another kernel if none does: rounding is no reason."""
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).requires_grad_(False)
     forward = lambda s, x: s.encoder(x) * (2.0 if reads and s.encoder.linear1.weight.requires_grad else 1.0)  # noqa: E731

@@ -117,6 +117,28 @@ def test_a_parameter_behind_a_python_reference_is_right_or_refused(kind, loop, d
     close(computer, (ids,), expected, 1e-5)
 
 
+@pytest.mark.parametrize("kind", [HookGradientComputer, FunctionalGradientComputer])
+def test_a_parameter_with_tensor_hooks_is_named_and_its_rows_are_what_the_hooks_return(kind):
+    torch.manual_seed(0)
+    model, x, mask = (
+        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)),
+        torch.randn(3, 4),
+        torch.rand(5, 4) > 0.5,
+    )
+    expected, task = by_loop(model, fourth, (x,)), resolve_task(fourth)
+    expected["0.weight"] *= mask
+    model[0].weight.register_hook(lambda grad: grad * mask)
+    close(IterativeGradientComputer(model, task), (x,), expected, 1e-5)
+    with pytest.raises(
+        UnsupportedModelError, match=r"'0\.weight' has tensor hooks .*gradient_computer='iterative'"
+    ):
+        collect_gradients(kind(model, task), (x,))
+    name, reason, computer = choose_gradient_computer(model, task, (x,))
+    assert name == "iterative"
+    assert "hook: The self-check failed: the gradient of '0.weight'" in reason
+    close(computer, (x,), expected, 1e-5)
+
+
 # ---- Backward passes that depend on strides or alignment
 def channels_last():
     """Batch normalisation, in eval mode, of a tensor of one sample whose strides may belong to two layouts."""

@@ -393,6 +393,55 @@ def test_a_sample_that_is_too_short_without_padding_stops_no_run():
     assert made.featurize(Rows(data, name="texts")).rows_written == 4
 
 
+def masked(samples):
+    lengths = torch.tensor([len(x) for x in samples], device="cpu")
+    x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"x": x, "mask": (torch.arange(x.shape[1], device="cpu") < lengths[:, None])[..., None]}
+
+
+def featurize_padded(model, output, data):
+    """Rows are in one batch."""
+    Attributor(model, output, None, collate=masked, batch_size=len(data), progress=False).featurize(data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weak_dependence_on_padding_is_named_whatever_the_other_rows_are(dtype):
+    """Row 0 has a large f, the shorter row 1 an f that does not change, and the model does not run on row 3 alone."""
+
+    def output(call: Any, batch: Any) -> Tensor:
+        if batch["x"].shape[1] < 2:
+            raise ValueError("too short")
+        return (call(batch["x"]) * batch["mask"]).sum((1, 2)) * (1 + 1e-3 * batch["x"].mean((1, 2)))
+
+    data = [torch.full((n, 1), x, dtype=dtype) for n, x in ((6, 100.0), (2, 0.0), (4, 1.0), (1, 1.0))]
+    torch.manual_seed(0)
+    with pytest.warns(
+        UserWarning, match=r"f of row 2 of the train data is .* it depends on how far its batch is padded"
+    ):
+        featurize_padded(nn.Linear(1, 1, dtype=dtype), output, data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_f_that_padding_changes_by_rounding_alone_is_not_named(dtype, recwarn):
+    """The two halves of a text, of large numbers that cancel, are others if it is padded; their sum is not."""
+
+    def output(call: Any, batch: Any) -> Tensor:
+        halves = (call(batch["x"]) * batch["mask"])[..., 0].tensor_split(2, 1)
+        return halves[0].sum(1) + halves[1].sum(1)
+
+    torch.manual_seed(0)
+    model, data = nn.Linear(8, 1, dtype=dtype), []
+    for n in (90, 40, 61, 17):
+        x = 1e3 * torch.randn(n, 8, dtype=dtype)
+        data.append(torch.cat([x, -x[torch.randperm(n)]]))
+    together = output(model, masked(data))
+    changes = [abs(1 - output(model, masked([x])) / f) for x, f in zip(data, together, strict=True)]
+    assert max(changes) > 5e-5
+
+    featurize_padded(model, output, data)
+    assert not [str(one.message) for one in recwarn if "in its batch" in str(one.message)]
+
+
 STORED = [(torch.float32, {"dtype": dtype}) for dtype in ("float32", "float16", "int8", "int4")]
 
 

@@ -239,15 +239,22 @@ def _readable(read: Any) -> Any:
 def model_pass(model: nn.Module, products: Float32Products = "ieee") -> Iterator[None]:
     """Run a model inside the block with these float32 products and such that a backward pass is possible.
 
-    Recurrent layers in eval mode run without cuDNN, which supports their backward pass in train mode only.
+    Recurrent layers in eval mode run without cuDNN, which supports their backward pass in train mode only. Transformer
+    layers in eval mode run without their fast path, which reads the weights of submodules and does not call them: it
+    leaves out adapters.
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     recurrent = device.type != "cpu" and any(
         isinstance(m, nn.RNNBase) and not m.training for m in model.modules()
     )
+    fast = torch.backends.mha.get_fastpath_enabled()
     with float32_products(device, products), switched_off(torch.backends.cudnn, recurrent):
-        yield
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

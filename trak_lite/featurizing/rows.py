@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +27,7 @@ from trak_lite.data.batches import (
     flatten_batch,
     is_equal,
     is_same_batch,
+    map_tensors,
     move_batch,
     rows_in_batches,
     take_rows,
@@ -55,6 +55,7 @@ from trak_lite.featurizing.row_checks import (
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.reference import SeenDtypes, fits_in_float64, in_float64, widened
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.modelout_functions._inputs import deferring_checks
 from trak_lite.modelout_functions.packed import without_cache
@@ -79,6 +80,7 @@ _OTHERS = (
     "and so do all rows. Compute it from each sample, or use batch_size=1."
 )
 _ROUNDED_16_BITS = 0.02  # of f, by which rounding changes it if other kernels are used
+_ROUNDED = 1e-5  # the same in float32
 _CACHED = (
     "texts that are packed into one row (position_ids begin anew) see each other, because model.config.use_cache is "
     "True. The trainers of Transformers and TRL train without a cache, which keeps them apart: set "
@@ -261,80 +263,96 @@ class RowPass:
     def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> bool:
         """Warn if f of a sample of a batch is another one where the sample is collated on its own.
 
-        Of up to eight samples that then differ, the one with the fewest entries is taken: if samples are padded, the
-        one that is padded most. Return whether a sample is padded or a warning was given, so that no later batch needs
-        to be looked at.
+        Up to eight samples are compared. Return whether a padded one is among them or a warning was given, so that no
+        later batch needs to be looked at.
         """
-        is_padded, apart = False, dict[int, tuple[int, Batch]]()
+        f = found.terms.output.tolist()
+        apart: list[tuple[float, int, float, bool, list[Batch]]] = []
 
         def collated(rows: RowNumbers, seed: int = 0) -> Batch:
             with undisturbed(seed):  # collate functions may draw masks
                 [(_, batch)] = self.rows.batches([rows])
             return move_batch(batch, self.device)
 
-        def is_drawn(place: int) -> bool:
+        def is_drawn(place: int, alone: Batch, beside: Batch) -> bool:
             """Whether the tensors of a sample are others with other random numbers: it is another sample then."""
             one, at = wanted[place : place + 1], [place]
-            pairs = [(apart[place][1], collated(one, seed)) for seed in (1, 2, 3)]
-            pairs += [(take_rows(found.batch, at), take_rows(collated(wanted, seed), at)) for seed in (1, 2)]
+            pairs = [(alone, collated(one, seed)) for seed in (1, 2, 3)]
+            pairs += [(beside, take_rows(collated(wanted, seed), at)) for seed in (1, 2)]
             leaves = [(flatten_batch(before)[0], flatten_batch(again)[0]) for before, again in pairs]
             return any(len(a) != len(b) or not all(map(is_equal, a, b)) for a, b in leaves)
 
-        try:
-            for place in spread_rows(len(wanted), _NUM_COLLATED).tolist():
-                alone, beside = collated(wanted[place : place + 1]), take_rows(found.batch, [place])
-                if not is_same_batch(alone, beside):
-                    sizes, others = (
-                        [leaf.shape for leaf in flatten_batch(one)[0]] for one in (alone, beside)
-                    )
-                    is_padded |= sizes != others
-                    apart[place] = sum(map(math.prod, sizes)), alone
-            if not apart:
-                return False
-            place = min(apart, key=lambda place: apart[place][0])
-            output, allowed = self._evaluated(found, apart[place][1])
-            in_batch = float(found.terms.output[place])
-            is_another = abs(float(output) - in_batch) > allowed and not is_drawn(place)
-        except Exception as error:  # a sample may be too short for the model, if it is not padded
-            refuse_machine_failure(error)
-            logger.debug("%s: samples are not compared with those collated alone: %s", self.rows.what, error)
-            return is_padded
-        if is_another:
+        for place in spread_rows(len(wanted), _NUM_COLLATED).tolist():
+            try:
+                pair = [collated(wanted[place : place + 1]), take_rows(found.batch, [place])]
+                if not is_same_batch(*pair):
+                    sizes, others = ([leaf.shape for leaf in flatten_batch(one)[0]] for one in pair)
+                    output = float(self._evaluated(found, pair[0]))
+                    change = _change(output - f[place], f, place)
+                    apart.append((change, place, output, sizes != others, pair))
+            except Exception as error:  # a sample may be too short for the model, if it is not padded
+                refuse_machine_failure(error)
+                logger.debug("%s: a sample is not compared with itself alone: %s", self.rows.what, error)
+        if not apart:
+            return False
+        change, place, output, is_padded, pair = max(apart, key=lambda one: one[0])
+        if change > _ROUNDED and self._is_another(found, pair, output, place) and not is_drawn(place, *pair):
             warnings.warn(
-                f"f of row {wanted[place]} of {self.rows.what} is {in_batch:.5g} in its batch and {float(output):.5g} "
+                f"f of row {wanted[place]} of {self.rows.what} is {f[place]:.5g} in its batch and {output:.5g} "
                 f"alone: it depends on {_PADDING if is_padded else _OTHERS}",
                 UserWarning,
                 stacklevel=2,
             )
             return True
-        return is_padded
+        return any(padded for _, _, _, padded, _ in apart)
+
+    def _is_another(self, found: ComputedRows, pair: Sequence[Batch], output: float, place: int) -> bool:
+        """Whether f of a sample alone and beside others differs in float64, or else by more than its dtype rounds."""
+        model, f = found.computer.model, found.terms.output.tolist()
+        if fits_in_float64(model):
+            try:
+                with in_float64(model), SeenDtypes() as seen:
+                    alone, beside = (float(self._evaluated(found, map_tensors(widened, one))) for one in pair)
+            except Exception as error:  # the model may not run in float64
+                refuse_machine_failure(error)
+                logger.debug("%s: f is not compared in float64: %s", self.rows.what, error)
+            else:
+                if all(dtype.itemsize > 2 for dtype in seen.dtypes):
+                    return _change(alone - beside, f, place) > _ROUNDED
+        return _change(output - f[place], f, place, 0.1) > rounding_of(model, self.device)
 
     def _look_at_cache(self, found: ComputedRows) -> None:
         """Warn if f of packed rows is another one without the model's cache, which trainers turn off."""
-        batch = without_cache(found.computer.model, found.batch)
+        model = found.computer.model
+        batch = without_cache(model, found.batch)
         if batch is None:
             return
         try:
-            output, allowed = self._evaluated(found, batch)
+            output = self._evaluated(found, batch)
         except Exception as error:  # f may refuse a column that it does not know
             refuse_machine_failure(error)
             logger.debug("%s: packed rows are not compared without a cache: %s", self.rows.what, error)
             return
         f = found.terms.output
         # Rounding in 16 bits hardly adds up; a weaker bound would hide most of what texts see of each other.
-        if bool((output - f).abs().max() > min(allowed, _ROUNDED_16_BITS * float(f.abs().max()))):
+        rounding = min(rounding_of(model, self.device), _ROUNDED_16_BITS)
+        if bool((output - f).abs().max() > rounding * float(f.abs().max())):
             warnings.warn(f"In the rows of {self.rows.what}, {_CACHED}", UserWarning, stacklevel=2)
 
-    def _evaluated(self, found: ComputedRows, batch: Batch) -> tuple[Tensor, float]:
-        """Return f of another batch for the model of some rows, and what rounding changes in theirs."""
+    def _evaluated(self, found: ComputedRows, batch: Batch) -> Tensor:
+        """Return f of another batch for the model of some rows."""
         computer = found.computer
         with (
             torch.enable_grad(),
             passes_undone(computer.model),
             float32_products(self.device, computer.float32_products),
         ):
-            output = computer.modelout_fn.evaluate(ModelCall(computer.model), batch).output.detach()
-        return output, rounding_of(computer.model, self.device) * float(found.terms.output.abs().max())
+            return computer.modelout_fn.evaluate(ModelCall(computer.model), batch).output.detach()
+
+
+def _change(difference: float, f: Sequence[float], place: int, least: float = 0.01) -> float:
+    """Return a difference relative to f of a sample, or to a part of the largest f: a small one may be rounded more."""
+    return abs(difference) / (max(abs(f[place]), least * max(map(abs, f))) or 1.0)
 
 
 @final

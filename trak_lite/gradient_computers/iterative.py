@@ -46,9 +46,9 @@ class IterativeGradientComputer(AbstractStreamingComputer):
             return
         self._warned_of = self.model
         warnings.warn(
-            f"{type(self.model).__name__}: {MIXES}. The rows are the gradients of f of every sample alone, in a "
-            "batch of one. Of a training loss that compares samples (in-batch negatives, batch statistics) these are "
-            "not the gradients: define f of one sample, or use the task 'contrastive'.",
+            f"{type(self.model).__name__}: {MIXES}. The rows are the gradients of f of every sample alone, with "
+            "the padding of its batch. Of a training loss that compares samples (in-batch negatives, batch statistics) "
+            "these are not the gradients: define f of one sample, or use the task 'contrastive'.",
             UserWarning,
             stacklevel=2,
         )

@@ -555,10 +555,17 @@ def _refuse(computer: CheckedComputer, batch: Batch, differences: _Differences, 
     if name is not None:
         refuse_changing(computer, batch)
         known = differences[name]
+        advice = computer.advice_for(batch_size(batch))
+        if dict(computer.model.named_parameters())[name]._backward_hooks:
+            advice = (
+                f"{name!r} has tensor hooks (register_hook), which autograd applies to its gradient and this computer "
+                "does not. Remove the hooks: EKFAC, CG and LiSSA do not apply them. Use gradient_computer='iterative' "
+                "for the gradients that they return."
+            )
         raise SelfCheckError(
             f"The self-check failed: the gradient of {name!r} differs from autograd's on one sample alone by "
             f"{known.error:.3g}, where its norm is {known.norm:.3g}. Expected equality up to rounding. "
-            f"{computer.advice_for(batch_size(batch))}"
+            f"{advice}"
         )
 
 
