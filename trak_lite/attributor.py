@@ -579,6 +579,7 @@ class Attributor:
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if checkpoints[0] is not None:
+                target_set.refuse_others()
                 found = iterate_checkpoints(*checkpoints)
                 with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
                     used = [target_set.add(one, known) for one in stages.each(found)]
@@ -705,7 +706,8 @@ class Attributor:
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
-            ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
+            ManifestMismatchError: If an attributor with another method made the scores, or they are of another task;
+                with ``dense=False`` also if the targets are not the same at every checkpoint.
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)

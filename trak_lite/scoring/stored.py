@@ -47,7 +47,8 @@ def stored_scores(
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
             features, or train rows are pending.
-        ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
+        ManifestMismatchError: If an attributor with another method made the scores, they are of another task, or the
+            targets are not the same at every checkpoint.
     """
     if not dense and not method.multiplies_rows:
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
@@ -65,6 +66,8 @@ def stored_scores(
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
     source = ScoreSource(store, train, name, method, layout=settings.layout, device=settings.device)
+    if table is None:
+        _require_same_targets(source)
     targets = source.target_identity if table is None else table.spec.fingerprint.get("targets", {})
     asked = {} if run is None else run.asked_task()
     if asked:
@@ -198,6 +201,19 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
         raise StateError(
             f"The scores {name!r} have {scores.num_rows} train rows, but the store has {train.num_rows} now. Score "
             f"under another name, or drop_scores({name!r}) and score again."
+        )
+
+
+def _require_same_targets(source: ScoreSource) -> None:
+    """Raise if the targets are not the same at every checkpoint, which an older version stored."""
+    first, *others = source.train
+    for table in others:
+        compare_fingerprints(
+            {"targets": source.targets_of(table).spec.fingerprint.get("targets", {})},
+            {"targets": source.target_identity},
+            where=f"{source.name!r} at {tables.table_path(table)}",
+            remedy=f"Here is {tables.table_path(first)}. Call drop_scores({source.name!r}, features=True), and score "
+            "each set of targets under a name of its own.",
         )
 
 
