@@ -67,6 +67,7 @@ def stored_scores(
             _refuse_outgrown(name, table.spec, train[0].spec)
     source = ScoreSource(store, train, name, method, layout=settings.layout, device=settings.device)
     if table is None:
+        _refuse_outgrown_targets(source)
         _require_same_targets(source)
     targets = source.target_identity if table is None else table.spec.fingerprint.get("targets", {})
     asked = {} if run is None else run.asked_task()
@@ -201,6 +202,16 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
         raise StateError(
             f"The scores {name!r} have {scores.num_rows} train rows, but the store has {train.num_rows} now. Score "
             f"under another name, or drop_scores({name!r}) and score again."
+        )
+
+
+def _refuse_outgrown_targets(source: ScoreSource) -> None:
+    """Raise if train rows were appended after the curvature was fitted that the targets are multiplied by."""
+    fitted = source.target_identity.get("curvature", {}).get("dataset")
+    if fitted not in (None, Manifest(source.manifest.fingerprint.get("dataset", {})).digest()):
+        raise StateError(
+            f"The targets {source.name!r} are multiplied by a curvature that was fitted to fewer train rows than the "
+            f"store has now. Score under another name, or drop_scores({source.name!r}) and score again."
         )
 
 
