@@ -11,7 +11,7 @@ from tiny_runs import Counting, labelled, random_states
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Refine, Rows, clip
+from trak_lite import Attributor, Normalization, Refine, Rows, clip
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, NonFiniteError, StateError
 from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
@@ -98,6 +98,11 @@ METHODS = [
     (GradDot(q="off"), {}),
     (GradCos(), {}),
     (GradCos(layout="joint", q="inside"), {}),
+    *(
+        (GradCos(layout="joint"), {"normalize": n})
+        for n in (Normalization("unit", scope="module"), clip(0.5))
+    ),
+    *((m, {"normalize": clip(0.2, scope="module")}) for m in (GradCos(), GradCos(layout="joint"))),
     *((GradDot(), {"normalize": n}) for n in ("unit", clip(0.2, scope="module"), clip(0.5))),
     *((EKFAC(damping=0.3), {"normalize": n}) for n in ("unit", clip(0.2, scope="module"), clip(0.5))),
     (EKFAC(), {"proj_dim": 3, "dtype": "int8", "layout": "joint"}),  # which are settings of stored rows
@@ -109,6 +114,10 @@ def test_streamed_scores_are_those_of_stored_whole_gradients(method, settings):
     default = None if method == EKFAC() else method
     found = streamed(default, attributor(**settings), Rows(TARGETS, batch_size=2))
     close(found, whole(settings.get("normalize", "none")).score(TARGETS, method=method))
+    refined = whole(settings.get("normalize", "none")).score(
+        TARGETS, refine=Refine(candidates=N, method=method)
+    )
+    close(refined, found)
     assert found.method == method
     assert found.to_pandas().shape == (N, M)
     assert (found.stored, found.location, found.verdict) == (True, None, None)

@@ -24,7 +24,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
-from trak_lite.featurizing.unprojected import by_name, gradients_of, products_with
+from trak_lite.featurizing.unprojected import ProductProjector, by_name, gradients_of, products_with, unit
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
@@ -266,14 +266,19 @@ class _Scorer:
         count = 0
         session, inverse, progress = self.session, self.method.inverse, self.session.run.progress
         parameters, scope = session.settings.parameters, self.method.unit_scope(session.settings.layout)
-        # Products become cosines, if the method is that of cosines.
-        normalization = None if scope is None else Normalization("unit", scope=scope)
+        # Products become cosines, if the method is that of cosines. A factor of a whole gradient, and one of a module
+        # in cosines of modules, cancel; factors of modules in cosines of whole gradients do not.
+        own = session.settings.normalization
+        to_unit = scope == "global" and own.kind != "none" and own.scope == "module"
+        normalization = None if scope is None or to_unit else Normalization("unit", scope=scope)
 
         def add(digest: str, label: str, weight: float) -> None:
             nonlocal count
             count += 1
             passes = session.row_pass(self.targets, 0, normalization=normalization)
             solved = gradients_of(passes, block, parameters, label=f"Targets, {label}", progress=progress)
+            if to_unit:
+                solved = unit(solved, solved.square().sum(1))
             if inverse is not None:
                 session.workspace.created()  # the fit is stored
                 solution = session.inverse(digest, label, inverse, self.train).solve(solved)
@@ -281,8 +286,8 @@ class _Scorer:
                 if solution.convergence is not None:
                     self._convergence.setdefault(digest, []).append(solution.convergence)
             passes = session.row_pass(self.train, 0, normalization=normalization)
-            targets = by_name(solved, parameters)
-            parts = products_with(targets, passes, rows, label=f"Scoring, {label}", progress=progress)
+            projector = ProductProjector(by_name(solved, parameters), to_unit=to_unit)
+            parts = products_with(projector, passes, rows, label=f"Scoring, {label}", progress=progress)
             done = 0
             for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
                 stop = done + len(products)
