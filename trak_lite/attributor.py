@@ -547,7 +547,8 @@ class Attributor:
                 )
         targets = run.targets(data, batch_size)
         source = checkpoints, checkpoint_loader
-        with self._scoring(run, targets, name, chosen, source) as (target_set, train, result):
+        weighing = [chosen] if refine is None else [chosen, self._settings.scored_by(refine.method)]
+        with self._scoring(run, targets, name, weighing, source) as (target_set, train, result):
             session, ranks = target_set.session, result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
@@ -565,12 +566,14 @@ class Attributor:
 
     @contextmanager
     def _scoring(
-        self, run: Run, targets: Rows, name: str, method: AbstractMethod, checkpoints: KnownSource
+        self, run: Run, targets: Rows, name: str, methods: Sequence[AbstractMethod], checkpoints: KnownSource
     ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
         """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
 
-        Checkpoints that are given are loaded, and their missing target features are computed.
+        Checkpoints that are given are loaded, and their missing target features are computed. The first of ``methods``
+        is that of the scores; all of them weigh the checkpoints.
         """
+        method = methods[0]
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
@@ -584,7 +587,7 @@ class Attributor:
                 with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
                     used = [target_set.add(one, known) for one in stages.each(found)]
             train = tables.complete_tables(session.store, used, known)
-            if used is None and len(set(method.weights(len(train)))) > 1:
+            if used is None and any(len(set(one.weights(len(train)))) > 1 for one in methods):
                 tables.require_order(train, self._run.last)
             source = ScoreSource(
                 *(session.store, list(train.values()), name, method),
@@ -600,7 +603,7 @@ class Attributor:
         """Return the scores of a method that gives a whole matrix: the stored ones, or those that it makes."""
         made: MadeScores | None = None
         while True:
-            opened = self._scoring(parts.run, targets, parts.name, method, checkpoints)
+            opened = self._scoring(parts.run, targets, parts.name, [method], checkpoints)
             with opened as (target_set, train, result):
                 target_set.find(train)
                 target_set.compare(train)
