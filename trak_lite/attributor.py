@@ -645,7 +645,8 @@ class Attributor:
                 are NaN, and it takes ``4 k`` numbers per target instead of N.
             task: Model output function of the targets, as in :meth:`score`.
             checkpoints: As in :meth:`featurize`. An iterator is read to its end before the first checkpoint is loaded:
-                a state dict that it changes and yields again must be a copy.
+                a state dict that it changes and yields again must be a copy. All are loaded once before the first pass:
+                equal weights count as one checkpoint, as in :meth:`score`.
             checkpoint_loader: As in :meth:`featurize`.
             max_bytes: Memory for the gradients of targets and for the scores before they are reduced to k rows, in
                 bytes. If more targets are given than fit, the train rows are read once for each part of the targets.

@@ -90,6 +90,21 @@ def test_graddot_is_the_product_of_gradients_of_autograd(q):
     close(found, expected)
 
 
+@pytest.mark.quick
+def test_equal_weights_are_one_checkpoint(made):
+    given, method = [STATES[0], {name: one.clone() for name, one in STATES[0].items()}, STATES[1]], GradDot()
+    found = made.stream_scores(TRAIN, TARGETS, method=method, checkpoints=given)
+    refined = made.score(TARGETS, checkpoints=given, refine=Refine(candidates=N, method=method))
+    alone = [streamed(method, checkpoints=[state]).numpy() for state in STATES]
+    for scores in (found, refined):
+        close(scores, np.mean(alone, 0))
+        assert scores.settings["checkpoints"] == 2
+    rates = TracIn(learning_rates=(0.1, 0.5))
+    close(streamed(rates, checkpoints=given), 0.1 * alone[0] + 0.5 * alone[1])
+    with pytest.raises(InvalidInputError, match="has 3 numbers, but 2 checkpoints"):
+        streamed(TracIn(learning_rates=(0.1, 0.2, 0.3)), checkpoints=given)
+
+
 METHODS = [
     (EKFAC(damping=0.1), {}),
     (EKFAC(damping=1.0, fisher="empirical", correct_eigenvalues=False, q="outside"), {}),

@@ -98,7 +98,6 @@ def scores_of_stream(
     max_bytes: int,
 ) -> Scores:
     """Score all train rows by their unprojected gradients; see :meth:`~trak_lite.Attributor.stream_scores`."""
-    weights = method.weights(len(checkpoints))
     everything = np.arange(len(train))
     matrix = None if k is not None else np.empty((len(train), len(targets)), np.float32)
     known: list[TopRows] = []
@@ -108,6 +107,12 @@ def scores_of_stream(
         run = copy.copy(run)  # another question in memory: the fit to other train data stays as it is
         run.workspace = Workspace(None)
     with run.session(dataset) as session:
+        if len(checkpoints) > 1:  # equal weights are one checkpoint, as in a store
+            distinct = dict[str, Checkpoint]()
+            for checkpoint in checkpoints:
+                distinct.setdefault(session.load(checkpoint), checkpoint)
+            checkpoints = list(distinct.values())
+        weights = method.weights(len(checkpoints))
         scorer = _Scorer(session, train, targets, method)
         blocks = scorer.blocks(len(train), max_bytes)
         units = [len(train) + len(block) for block in blocks]  # and those of a fit, before the first block
