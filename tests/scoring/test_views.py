@@ -75,8 +75,18 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     again = Attributor.open(tmp_path / "a.zarr", model(), method="GradDot")
     for dense in (True, False):
         np.testing.assert_array_equal(opened.scores("test", method="GradDot", dense=dense).numpy(), expected)
-    for call in (lambda: again.scores("test"), lambda: again.score(TARGETS, name="test")):
-        said = r"method\.name is 'GaussNewton' there, 'GradDot' here"
+    for scores in (again.scores("test"), again.score(TARGETS, name="test", checkpoints=states())):
+        np.testing.assert_array_equal(scores.numpy(), expected)
+        assert scores.location == opened.scores("test", method="GradDot").location
+    for scores in (
+        again.scores("test", method="GaussNewton"),
+        again.score(TARGETS, "test", method="GaussNewton"),
+    ):
+        np.testing.assert_array_equal(scores.numpy(), by_default)
+        assert scores.location == made.scores("test").location
+    unlike = Attributor.open(tmp_path / "a.zarr", model(), method="TracIn")
+    for call in (lambda: unlike.scores("test"), lambda: unlike.score(TARGETS, name="test")):
+        said = r"method\.name is 'GaussNewton' there, 'TracIn' here.*[Pp]ass the .*method"
         with pytest.raises(ManifestMismatchError, match=said):
             call()
     other = again.score(TARGETS, name="other", checkpoints=states()).numpy()

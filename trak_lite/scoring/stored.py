@@ -47,8 +47,8 @@ def stored_scores(
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
             features, or train rows are pending.
-        ManifestMismatchError: If an attributor with another method made the scores, they are of another task, or the
-            targets are not the same at every checkpoint.
+        ManifestMismatchError: If the scores are of another method, an attributor's own, or of another task; with
+            ``dense=False`` also if the targets are not the same at every checkpoint.
     """
     if not dense and not method.multiplies_rows:
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
@@ -84,7 +84,7 @@ def stored_scores(
 def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
     settings = scores.run.settings
-    path = tables.score_path(scores.name, scores.method, settings.method)
+    path = tables.score_path(store, scores.name, scores.method, settings.method)
     digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
     train = list(tables.complete_tables(store, digests).values())
     device = float64_device(settings.device)
@@ -107,7 +107,7 @@ def _record(
     made = source.manifest.made_with.get("settings")
     path, targets, entries = tables.target_folder(source.name, source.method), source.target_identity, None
     if stored:
-        path = tables.score_path(source.name, source.method, settings.method)
+        path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
         targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
     return ScoreRecord(
@@ -145,7 +145,7 @@ def _finished_table(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
 ) -> AbstractRowTable:
     """Return the complete table of the scores of a target set; ``base`` is the attributor's method."""
-    path = tables.score_path(name, method, base)
+    path = tables.score_path(store, name, method, base)
     if not store.has_table(path):
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
         other = [
@@ -167,8 +167,7 @@ def _finished_table(
         {"method": table.spec.fingerprint.get("method", {})},
         {"method": method.to_json()},
         where=path,
-        remedy="Open the store with the method that the scores were computed with: Attributor.open(path, model, "
-        "method=...).",
+        remedy=f"Pass the method that they were computed with: scores({name!r}, method=...).",
     )
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
@@ -253,7 +252,7 @@ class ScoreResult:
         self, source: ScoreSource, base: AbstractMethod, identity: Mapping[str, Any], num_targets: int
     ) -> None:
         self.source = source
-        self._path = tables.score_path(source.name, source.method, base)
+        self._path = tables.score_path(source.store, source.name, source.method, base)
         fingerprint = {
             "checkpoints": source.digests,
             "targets": dict(identity),
