@@ -46,7 +46,7 @@ from trak_lite.scoring.unprojected import (
     Refine,
     refined_scores,
     scores_of_stream,
-    unprojected_method,
+    unprojected_scored_by,
 )
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, RemotePlace, open_store
 from trak_lite.store._names import check_name
@@ -547,7 +547,9 @@ class Attributor:
                 )
         targets = run.targets(data, batch_size)
         source = checkpoints, checkpoint_loader
-        weighing = [chosen] if refine is None else [chosen, self._settings.scored_by(refine.method)]
+        weighing = (
+            [chosen] if refine is None else [chosen, unprojected_scored_by(self._settings, refine.method)]
+        )
         with self._scoring(run, targets, name, weighing, source) as (target_set, train, result):
             session, ranks = target_set.session, result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
@@ -671,7 +673,7 @@ class Attributor:
             >>> attributor.stream_scores(data, data, method=methods.GradDot(), k=3).top(3).indices.shape
             (20, 3)
         """
-        chosen = self._settings.scored_by(unprojected_method(EKFAC() if method is None else method))
+        chosen = unprojected_scored_by(self._settings, EKFAC() if method is None else method)
         k = None if k is None else positive_int(k=k)
         found = list(iterate_checkpoints(checkpoints, checkpoint_loader))
         if not found:

@@ -245,7 +245,12 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     made.score(TARGETS, "both")
     made.score(TARGETS, "both", method="EKFAC")
     kept = made.score(TARGETS, "ckpt-0", checkpoints=[second]).numpy()
+    held = made.score(TARGETS, "both", dense=False)
     made.drop_checkpoint("ckpt-0")
+    with pytest.raises(
+        errors.MissingStoreError, match="There is no table" if in_memory else "was dropped after"
+    ):
+        held.top(3)
     if not in_memory:
         with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
             assert store.table_names("targets") == ["targets/both/ckpt-1", "targets/ckpt-0/ckpt-1"]

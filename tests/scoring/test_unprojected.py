@@ -195,7 +195,10 @@ SPACE, PLAIN = r"needs stored feature rows.*EKFAC", GradDot(q="off")
         (SPACE, lambda: Refine(method=GaussNewton())),
         ("candidates", lambda: Refine(candidates=0)),
         ("do not support normalize='adam'", lambda: streamed(PLAIN, attributor(normalize="adam"))),
-        ("support normalize='adam_update'", lambda: streamed(PLAIN, attributor(normalize="adam_update"))),
+        *(
+            ("support normalize='adam_update'", lambda m=m: streamed(m, attributor(normalize="adam_update")))
+            for m in (PLAIN, GradDot())
+        ),
         ("learning_rates has 3 numbers", lambda: streamed(TracIn(learning_rates=(1, 2, 3)))),
         ("checkpoints is empty", lambda: streamed(checkpoints=[])),
         ("k must", lambda: streamed(k=0)),

@@ -31,6 +31,7 @@ from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import Ranks
+from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_of
 from trak_lite.scoring.records import ScoreRecord, shown_settings
@@ -85,6 +86,17 @@ def unprojected_method(method: Method) -> AbstractMethod:
             "Without stored rows, use EKFAC or CG for influence functions, or GradDot, GradCos or TracIn."
         )
     return found
+
+
+def unprojected_scored_by(settings: AttributorSettings, method: Method) -> AbstractMethod:
+    """Return the method of scores of unprojected gradients; raise if it, or the normalisation, cannot be used."""
+    kind = settings.normalization.kind
+    if kind in ("adam", "adam_update"):
+        raise InvalidInputError(
+            f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
+            "refine, or an attributor with another normalize."
+        )
+    return settings.scored_by(unprojected_method(method))
 
 
 def scores_of_stream(
@@ -152,7 +164,7 @@ def refined_scores(
     ``tables`` are the train tables by the digest of the checkpoint's weights, ``name`` is that of the target set, and
     ``ends`` ``(2, 2, M, c)`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
     """
-    method = session.settings.scored_by(refine.method)
+    method = unprojected_scored_by(session.settings, refine.method)
     ends = ends[..., : refine.candidates]  # a cached result may have more
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
     train = session.train_rows("refine computes gradients of")
@@ -210,12 +222,6 @@ class _Scorer:
 
     def __post_init__(self) -> None:
         refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
-        kind = self.session.settings.normalization.kind
-        if kind in ("adam", "adam_update"):
-            raise InvalidInputError(
-                f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
-                "refine, or an attributor with another normalize."
-            )
 
     def record(self, name: str, convergence: tuple[Convergence, ...], **shown: Any) -> ScoreRecord:
         """Return the record of the scores, with ``shown`` among its settings."""

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from trak_lite.errors import CorruptStoreError, IncompleteStoreError, StateError
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, MissingStoreError, StateError
 from trak_lite.store._checksums import crc32c
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._failpoints import failpoint
@@ -102,7 +102,13 @@ class ColumnFiles:
     def list_visible(self) -> set[int]:
         """Return the chunks whose file has its final name."""
         with named_errors("Listing", self.folder):
-            numbers = map(self.chunk_of, list_folder(self.folder))
+            try:
+                numbers = map(self.chunk_of, list_folder(self.folder))
+            except FileNotFoundError as error:
+                raise MissingStoreError(
+                    f"{os.path.dirname(self.folder)} was dropped after it was opened (drop_checkpoint, drop_scores, or "
+                    "by hand). Score again, or open scores of what is left: attributor.scores(...)."
+                ) from error
             return {chunk for chunk in numbers if chunk is not None}
 
     def chunk_of(self, name: str) -> int | None:
