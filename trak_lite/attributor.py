@@ -46,7 +46,7 @@ from trak_lite.scoring.unprojected import (
     Refine,
     refined_scores,
     scores_of_stream,
-    unprojected_method,
+    unprojected_scored_by,
 )
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, RemotePlace, open_store
 from trak_lite.store._names import check_name
@@ -548,7 +548,10 @@ class Attributor:
                 )
         targets = run.targets(data, batch_size)
         source = checkpoints, checkpoint_loader
-        with self._scoring(run, targets, name, chosen, source) as (target_set, train, result):
+        weighing = (
+            [chosen] if refine is None else [chosen, unprojected_scored_by(self._settings, refine.method)]
+        )
+        with self._scoring(run, targets, name, weighing, source) as (target_set, train, result):
             session, ranks = target_set.session, result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
@@ -566,12 +569,14 @@ class Attributor:
 
     @contextmanager
     def _scoring(
-        self, run: Run, targets: Rows, name: str, method: AbstractMethod, checkpoints: KnownSource
+        self, run: Run, targets: Rows, name: str, methods: Sequence[AbstractMethod], checkpoints: KnownSource
     ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
         """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
 
-        Checkpoints that are given are loaded, and their missing target features are computed.
+        Checkpoints that are given are loaded, and their missing target features are computed. The first of ``methods``
+        is that of the scores; all of them weigh the checkpoints.
         """
+        method = methods[0]
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
@@ -580,11 +585,12 @@ class Attributor:
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if checkpoints[0] is not None:
+                target_set.refuse_others()
                 found = iterate_checkpoints(*checkpoints)
                 with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
                     used = [target_set.add(one, known) for one in stages.each(found)]
             train = tables.complete_tables(session.store, used, known)
-            if used is None and len(set(method.weights(len(train)))) > 1:
+            if used is None and any(len(set(one.weights(len(train)))) > 1 for one in methods):
                 tables.require_order(train, self._run.last)
             source = ScoreSource(
                 *(session.store, list(train.values()), name, method),
@@ -600,7 +606,7 @@ class Attributor:
         """Return the scores of a method that gives a whole matrix: the stored ones, or those that it makes."""
         made: MadeScores | None = None
         while True:
-            opened = self._scoring(parts.run, targets, parts.name, method, checkpoints)
+            opened = self._scoring(parts.run, targets, parts.name, [method], checkpoints)
             with opened as (target_set, train, result):
                 target_set.find(train)
                 target_set.compare(train)
@@ -642,7 +648,8 @@ class Attributor:
                 are NaN, and it takes ``4 k`` numbers per target instead of N.
             task: Model output function of the targets, as in :meth:`score`.
             checkpoints: As in :meth:`featurize`. An iterator is read to its end before the first checkpoint is loaded:
-                a state dict that it changes and yields again must be a copy.
+                a state dict that it changes and yields again must be a copy. All are loaded once before the first pass:
+                equal weights count as one checkpoint, as in :meth:`score`.
             checkpoint_loader: As in :meth:`featurize`.
             max_bytes: Memory for the gradients of targets and for the scores before they are reduced to k rows, in
                 bytes. If more targets are given than fit, the train rows are read once for each part of the targets.
@@ -667,7 +674,7 @@ class Attributor:
             >>> attributor.stream_scores(data, data, method=methods.GradDot(), k=3).top(3).indices.shape
             (20, 3)
         """
-        chosen = self._settings.scored_by(unprojected_method(EKFAC() if method is None else method))
+        chosen = unprojected_scored_by(self._settings, EKFAC() if method is None else method)
         k = None if k is None else positive_int(k=k)
         found = list(iterate_checkpoints(checkpoints, checkpoint_loader))
         if not found:
@@ -706,7 +713,8 @@ class Attributor:
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
-            ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
+            ManifestMismatchError: If the scores are of another method, an attributor's own, or of another task;
+                with ``dense=False`` also if the targets are not the same at every checkpoint.
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)

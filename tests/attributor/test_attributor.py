@@ -17,7 +17,7 @@ from tiny_runs import Counting, contents, labelled, perceptron, random_states, r
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from trak_lite import Attributor, Rows
+from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -455,6 +455,19 @@ def test_weights_of_checkpoints_go_by_the_order_of_the_last_featurize_or_are_ref
         parts.scores("targets", dense=False, **weighted)
     whole.featurize(TRAIN, checkpoints=[*three, three[1]])  # such as a copy of the best one
     np.testing.assert_array_equal(whole.score(TARGETS, **weighted).numpy(), right)
+
+
+def test_weights_of_a_refinement_go_by_the_same_order():
+    made, three, rates = attributor(), states(3), (1.0, 2.0, 3.0)
+    made.featurize(TRAIN, checkpoints=three[1:])
+    made.featurize(TRAIN, checkpoints=three)
+    refine = Refine(candidates=N, method=TracIn(learning_rates=rates))
+    with pytest.raises(InvalidInputError, match=r"another order.*checkpoints=\["):
+        made.score(TARGETS, refine=refine)
+    found = made.score(TARGETS, checkpoints=three, refine=refine).numpy()
+    alone = [made.stream_scores(TRAIN, TARGETS, method="GradDot", checkpoints=one).numpy() for one in three]
+    expected = np.tensordot(rates, alone, 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("call", ["featurize", "stream_scores", "interrupted"])

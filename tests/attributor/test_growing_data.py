@@ -95,6 +95,27 @@ def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(
         made.drop_scores("other")
 
 
+@pytest.mark.parametrize("method", ["EKFAC", {"name": "CG", "tolerance": 1e-3}], ids=["EKFAC", "CG"])
+def test_targets_by_the_curvature_of_fewer_rows_score_no_grown_data(method):
+    made, fresh = attributor(None, projector="none"), attributor(None, projector="none")
+    made.featurize(rows(N), states())
+    before = made.score(TARGETS, "test", method=method, dense=False).numpy()
+    options = {"method": method, "dense": False}
+    np.testing.assert_array_equal(made.scores("test", **options).numpy(), before)
+    made.featurize(rows(N + 30), states(), append=True)
+    with pytest.raises(errors.StateError, match=r"fitted to fewer train rows.* drop_scores\('test'\)"):
+        made.scores("test", **options)
+    with pytest.raises(errors.ManifestMismatchError, match=r"curvature\.dataset"):
+        made.score(TARGETS, "test", checkpoints=states()[1:], **options)
+    made.drop_scores("test")
+    fresh.featurize(rows(N + 30), states())
+    expected = fresh.score(TARGETS, **options).numpy()
+    close = {"rtol": 1e-4, "atol": 1e-5 * np.abs(expected).max()}
+    np.testing.assert_allclose(made.score(TARGETS, "test", **options).numpy(), expected, **close)
+    np.testing.assert_allclose(made.scores("test", **options).numpy(), expected, **close)
+    assert not np.allclose(before, expected[:N], **close)
+
+
 class OfBatches(nn.Linear):
     """Has other last bits in batches of one, as kernels of another size give."""
 
@@ -224,7 +245,12 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     made.score(TARGETS, "both")
     made.score(TARGETS, "both", method="EKFAC")
     kept = made.score(TARGETS, "ckpt-0", checkpoints=[second]).numpy()
+    held = made.score(TARGETS, "both", dense=False)
     made.drop_checkpoint("ckpt-0")
+    with pytest.raises(
+        errors.MissingStoreError, match="There is no table" if in_memory else "was dropped after"
+    ):
+        held.top(3)
     if not in_memory:
         with ZarrFeatureStore.open(tmp_path / "a.zarr") as store:
             assert store.table_names("targets") == ["targets/both/ckpt-1", "targets/ckpt-0/ckpt-1"]

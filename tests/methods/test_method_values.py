@@ -1,6 +1,7 @@
 """Methods as values: names, fields, defaults, and what is refused."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from trak_lite.methods import (
     TracIn,
     Unrolled,
 )
+from trak_lite.modelout_functions import CallableModelOutput
 from trak_lite.types import FeatureLayout, Segment
 
 pytestmark = pytest.mark.quick
@@ -38,6 +40,33 @@ def test_a_method_its_name_and_its_json_are_the_same(cls):
     assert methods.as_method(cls.__name__) == method
     assert methods.as_method(cls.__name__.lower()) == method
     assert methods.as_method(method.to_json()) == method
+
+
+class Curved(CallableModelOutput):
+    has_curvature = True
+
+
+class Drawing(CallableModelOutput):
+    def sample_labels(self, model_call, batch, noise):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("method", "task", "advised"),
+    [
+        (GaussNewton(), CallableModelOutput, ["TRAK"]),
+        (GaussNewton(), Drawing, ["Fisher", "TRAK"]),
+        (Fisher(), CallableModelOutput, ["TRAK"]),
+        (Fisher(), Curved, ["GaussNewton", "TRAK"]),
+    ],
+)
+def test_a_task_that_a_method_refuses_is_told_those_that_take_it(method, task, advised):
+    made = task(lambda model_call, batch: model_call(batch[0]).sum(1))
+    with pytest.raises(InvalidInputError, match="Use method=") as refused:
+        method.check(made)
+    assert re.findall(r"'(\w+)'", str(refused.value).rpartition("Use method=")[2]) == advised
+    for name in advised:
+        methods.as_method(name).check(made)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tiny_runs import Counting, labelled, random_states
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Refine, Rows, clip
+from trak_lite import Attributor, Normalization, Refine, Rows, clip
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, NonFiniteError, StateError
 from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, GradDot, TracIn
 
@@ -90,6 +90,21 @@ def test_graddot_is_the_product_of_gradients_of_autograd(q):
     close(found, expected)
 
 
+@pytest.mark.quick
+def test_equal_weights_are_one_checkpoint(made):
+    given, method = [STATES[0], {name: one.clone() for name, one in STATES[0].items()}, STATES[1]], GradDot()
+    found = made.stream_scores(TRAIN, TARGETS, method=method, checkpoints=given)
+    refined = made.score(TARGETS, checkpoints=given, refine=Refine(candidates=N, method=method))
+    alone = [streamed(method, checkpoints=[state]).numpy() for state in STATES]
+    for scores in (found, refined):
+        close(scores, np.mean(alone, 0))
+        assert scores.settings["checkpoints"] == 2
+    rates = TracIn(learning_rates=(0.1, 0.5))
+    close(streamed(rates, checkpoints=given), 0.1 * alone[0] + 0.5 * alone[1])
+    with pytest.raises(InvalidInputError, match="has 3 numbers, but 2 checkpoints"):
+        streamed(TracIn(learning_rates=(0.1, 0.2, 0.3)), checkpoints=given)
+
+
 METHODS = [
     (EKFAC(damping=0.1), {}),
     (EKFAC(damping=1.0, fisher="empirical", correct_eigenvalues=False, q="outside"), {}),
@@ -98,6 +113,11 @@ METHODS = [
     (GradDot(q="off"), {}),
     (GradCos(), {}),
     (GradCos(layout="joint", q="inside"), {}),
+    *(
+        (GradCos(layout="joint"), {"normalize": n})
+        for n in (Normalization("unit", scope="module"), clip(0.5))
+    ),
+    *((m, {"normalize": clip(0.2, scope="module")}) for m in (GradCos(), GradCos(layout="joint"))),
     *((GradDot(), {"normalize": n}) for n in ("unit", clip(0.2, scope="module"), clip(0.5))),
     *((EKFAC(damping=0.3), {"normalize": n}) for n in ("unit", clip(0.2, scope="module"), clip(0.5))),
     (EKFAC(), {"proj_dim": 3, "dtype": "int8", "layout": "joint"}),  # which are settings of stored rows
@@ -109,6 +129,10 @@ def test_streamed_scores_are_those_of_stored_whole_gradients(method, settings):
     default = None if method == EKFAC() else method
     found = streamed(default, attributor(**settings), Rows(TARGETS, batch_size=2))
     close(found, whole(settings.get("normalize", "none")).score(TARGETS, method=method))
+    refined = whole(settings.get("normalize", "none")).score(
+        TARGETS, refine=Refine(candidates=N, method=method)
+    )
+    close(refined, found)
     assert found.method == method
     assert found.to_pandas().shape == (N, M)
     assert (found.stored, found.location, found.verdict) == (True, None, None)
@@ -171,7 +195,10 @@ SPACE, PLAIN = r"needs stored feature rows.*EKFAC", GradDot(q="off")
         (SPACE, lambda: Refine(method=GaussNewton())),
         ("candidates", lambda: Refine(candidates=0)),
         ("do not support normalize='adam'", lambda: streamed(PLAIN, attributor(normalize="adam"))),
-        ("support normalize='adam_update'", lambda: streamed(PLAIN, attributor(normalize="adam_update"))),
+        *(
+            ("support normalize='adam_update'", lambda m=m: streamed(m, attributor(normalize="adam_update")))
+            for m in (PLAIN, GradDot())
+        ),
         ("learning_rates has 3 numbers", lambda: streamed(TracIn(learning_rates=(1, 2, 3)))),
         ("checkpoints is empty", lambda: streamed(checkpoints=[])),
         ("k must", lambda: streamed(k=0)),

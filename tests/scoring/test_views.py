@@ -75,8 +75,18 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     again = Attributor.open(tmp_path / "a.zarr", model(), method="GradDot")
     for dense in (True, False):
         np.testing.assert_array_equal(opened.scores("test", method="GradDot", dense=dense).numpy(), expected)
-    for call in (lambda: again.scores("test"), lambda: again.score(TARGETS, name="test")):
-        said = r"method\.name is 'GaussNewton' there, 'GradDot' here"
+    for scores in (again.scores("test"), again.score(TARGETS, name="test", checkpoints=states())):
+        np.testing.assert_array_equal(scores.numpy(), expected)
+        assert scores.location == opened.scores("test", method="GradDot").location
+    for scores in (
+        again.scores("test", method="GaussNewton"),
+        again.score(TARGETS, "test", method="GaussNewton"),
+    ):
+        np.testing.assert_array_equal(scores.numpy(), by_default)
+        assert scores.location == made.scores("test").location
+    unlike = Attributor.open(tmp_path / "a.zarr", model(), method="TracIn")
+    for call in (lambda: unlike.scores("test"), lambda: unlike.score(TARGETS, name="test")):
+        said = r"method\.name is 'GaussNewton' there, 'TracIn' here.*[Pp]ass the .*method"
         with pytest.raises(ManifestMismatchError, match=said):
             call()
     other = again.score(TARGETS, name="other", checkpoints=states()).numpy()
@@ -85,6 +95,39 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     for view in ({"method": "GradDot"}, {"method": "TRAK"}, {"dense": False}):
         with pytest.raises(ManifestMismatchError, match=r"targets.*another name"):
             made.score(labelled(M, 5), name="test", **view)
+
+
+def squared_logits(model_call, batch):
+    return (model_call(batch[0]) ** 2).sum(1)
+
+
+@pytest.mark.parametrize("view", [
+    {"method": "GradDot", "dense": False},
+    {"method": "TracIn"},
+    {"method": "EKFAC", "dense": False},
+    {"method": "GradDot", "dense": False, "task": squared_logits},
+], ids=str)  # fmt: skip
+def test_targets_of_a_name_are_the_same_at_every_checkpoint(monkeypatch, view):
+    made, (first, second, _) = featurized(), states()
+    whole = {"method": "GradDot", "dense": False}
+    alone = [
+        made.score(TARGETS, name, checkpoints=[state], **whole).numpy()
+        for name, state in {"a": first, "b": second}.items()
+    ]
+    other = labelled(M + 1, 5) if "task" not in view else TARGETS
+    with pytest.raises(ManifestMismatchError, match=r"targets/a/ckpt-0 .*under another name"):
+        made.score(other, "a", checkpoints=[second], **view)
+    np.testing.assert_array_equal(made.scores("a", **whole).numpy(), alone[0])
+    made.score(TARGETS, "a", method="EKFAC", checkpoints=[first])
+    made.score(TARGETS, "a", checkpoints=[second], **whole)
+    both = made.scores("a", **whole).numpy()
+    np.testing.assert_allclose(both, np.mean(alone, 0), rtol=1e-4, atol=1e-5 * np.abs(both).max())
+    # As older versions stored them:
+    monkeypatch.setattr("trak_lite.featurizing.targets.TargetSet.refuse_others", lambda _: None)
+    made.score(TARGETS, "old", method=view["method"], checkpoints=[first], dense=False)
+    made.score(other, "old", checkpoints=[second], **view)
+    with pytest.raises(ManifestMismatchError, match=r"'old' at ckpt-1 .* ckpt-0.*features=True"):
+        made.scores("old", method=view["method"], dense=False)
 
 
 @pytest.mark.parametrize("default", ["GaussNewton", "Fisher"])

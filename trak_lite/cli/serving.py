@@ -110,8 +110,8 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
 def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> AbstractModelOutput | None:
     """Return the task of a set if its targets are those of the recipe."""
     scores = sets.scores(name)
-    path = score_path(name, scores.method, live.attributor.method)
     with open_store(config.path) as store:
+        path = score_path(store, name, scores.method, live.attributor.method)
         stored = store.open_table(path).spec.fingerprint.get("targets", {})
     # A function, or a task with settings of its own, is known only if it is that of the config.
     for task in {config.values["score"]["task"], scores.settings.get("task")}:

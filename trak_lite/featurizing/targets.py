@@ -13,7 +13,13 @@ from trak_lite.featurizing.kronecker.curvature import Inverse, PreconditionedPro
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.methods import AbstractInverseMethod, AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
-from trak_lite.run.tables import complete_tables, model_id_of, target_table_path
+from trak_lite.run.tables import (
+    complete_tables,
+    model_id_of,
+    target_folder,
+    target_paths,
+    target_table_path,
+)
 from trak_lite.store import AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 
@@ -46,6 +52,23 @@ class TargetSet:
         """Rows of a checkpoint, as units of progress; 0 if a curvature may have to be fitted first."""
         return len(self.rows) if self.method.inverse is None else 0
 
+    def refuse_others(self) -> None:
+        """Raise :class:`ManifestMismatchError` if features of other targets, of any checkpoint, have this name.
+
+        A curvature is compared among the features of one method only.
+        """
+        folder = target_folder(self.name, self.method)
+        for path in target_paths(self.session.store, self.name):
+            table = self.session.workspace.table(path)
+            if table is None:  # another process has dropped it meanwhile
+                continue
+            given, stored = dict(self.identity), dict(table.spec.fingerprint["targets"])
+            if path.rpartition("/")[0] != folder:
+                given.pop("curvature", None)
+                stored.pop("curvature", None)
+            remedy = "Score other targets under another name."
+            compare_fingerprints({"targets": stored}, {"targets": given}, where=path, remedy=remedy)
+
     def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights."""
         digest = self.session.load(checkpoint)
@@ -56,6 +79,7 @@ class TargetSet:
 
     def find(self, train: TrainTables) -> None:
         """Compute the missing features of all checkpoints, from any known source of their weights."""
+        self.refuse_others()
         agreed = self.session.agreed
         waiting = {digest: table for digest, table in train.items() if not agreed(self._is_there(table))}
         fill = partial(self._fill, train)
@@ -112,14 +136,5 @@ class TargetSet:
 
     def _is_there(self, train: AbstractRowTable) -> bool:
         """Return whether all features of the checkpoint of this train table are stored."""
-        path = target_table_path(self.name, self.method, train)
-        table = self.session.workspace.table(path)
-        if table is None:
-            return False
-        compare_fingerprints(
-            {"targets": dict(table.spec.fingerprint["targets"])},
-            {"targets": self.identity},
-            where=path,
-            remedy="Score other targets under another name.",
-        )
-        return table.complete
+        table = self.session.workspace.table(target_table_path(self.name, self.method, train))
+        return table is not None and table.complete

@@ -17,12 +17,19 @@ from trak_lite.core.devices import precise
 from trak_lite.core.progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
+from trak_lite.featurizing.gradient_norms import GradientNorms
 from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.row_checks import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.rows import RowPass
+from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator, check_block
-from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries
+from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries, scaled_rows
+
+
+def unit(rows: Tensor, squared_norms: Tensor) -> Tensor:
+    """Return rows divided by the norms of gradients; zero for a norm of zero."""
+    return scaled_rows(rows, Normalization("unit").factors(squared_norms))
 
 
 @final
@@ -36,8 +43,12 @@ class ProductProjector(AbstractProjector):
         tensor([[5.]])
     """
 
-    def __init__(self, targets: Mapping[str, Tensor]) -> None:
-        """Take the gradients of m targets by parameter name, ``(m, *shape)`` in float32 or float64."""
+    def __init__(self, targets: Mapping[str, Tensor], *, to_unit: bool = False) -> None:
+        """Take the gradients of m targets by parameter name, ``(m, *shape)`` in float32 or float64.
+
+        ``to_unit`` divides the products by the norm of the gradient.
+        """
+        self._to_unit = to_unit
         self._targets = {name: part.reshape(len(part), -1) for name, part in targets.items()}
         some = next(iter(self._targets.values()))
         super().__init__(0, len(some), 0, "na", some.device)
@@ -47,10 +58,12 @@ class ProductProjector(AbstractProjector):
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
-        products = self._like.new_zeros(num_samples, self.proj_dim)
+        products, norms = self._like.new_zeros(num_samples, self.proj_dim), GradientNorms(num_samples)
 
         def add(block: GradientBlock) -> None:
             check_block(block, num_samples, parameters)
+            if self._to_unit:
+                norms.add(block)
             for part in block.parts:
                 narrow, targets = part.narrowed(self._targets[block.name])
                 for samples in sample_slices(block.num_samples, targets.shape[1]):
@@ -58,7 +71,7 @@ class ProductProjector(AbstractProjector):
                     first = block.start + samples.start
                     products[first : first + len(rows)].addmm_(rows, targets.T)
 
-        return Accumulator(add, lambda: products)
+        return Accumulator(add, lambda: unit(products, norms.squared()) if self._to_unit else products)
 
 
 def gradients_of(
@@ -78,10 +91,10 @@ def gradients_of(
 
 
 def products_with(
-    targets: Mapping[str, Tensor], passes: RowPass, wanted: RowNumbers, *, label: str, progress: bool | None
+    projector: ProductProjector, passes: RowPass, wanted: RowNumbers, *, label: str, progress: bool | None
 ) -> Iterator[tuple[Tensor, OutputTerms]]:
-    """Yield the products ``(B, m)`` of some rows' gradients with those of m targets by parameter, and f, q and w."""
-    return _stream(passes, wanted, ProductProjector(targets), label, progress)
+    """Yield the products ``(B, m)`` of some rows' gradients with those of m targets, and f, q and w."""
+    return _stream(passes, wanted, projector, label, progress)
 
 
 def _stream(

@@ -340,7 +340,7 @@ def factorise(
             return _pseudo_inverse(gram, settings, lambda_reg)
         raise SingularKernelError(
             f"The kernel of {where} has no inverse at lambda = 0: there are more features than rows. "
-            f"Use damping > 0 or None (the default), lambda_reg > 0, or at most {num_rows} features."
+            f"Use damping > 0, damping=None (a share of the eigenvalues), or at most {num_rows} features."
         )
     factor = _cholesky(gram, lambda_reg)
     if factor is None and allow_singular:
@@ -348,7 +348,7 @@ def factorise(
     if factor is None:
         raise SingularKernelError(
             f"The kernel of {where} is numerically singular at lambda = {lambda_reg:g}: some features "
-            "are linear combinations of others. Use damping > 0 or a larger lambda_reg."
+            "are linear combinations of others. Use a larger damping, or damping=None (a share of the eigenvalues)."
         )
     multiplier = 1.0
     if settings.rescale_inverse:

@@ -39,9 +39,10 @@ class GaussNewton(AbstractKernelMethod):
     def check(self, task: AbstractModelOutput) -> None:
         """Raise if the loss is linear in f."""
         if not task.has_curvature:
+            others = "'Fisher' or 'TRAK'" if task.can_sample else "'TRAK'"
             raise InvalidInputError(
                 f"GaussNewton needs a loss that is curved in f, but the loss of {type(task).__name__} is linear in it: "
-                "every weight would be zero. Use method='Fisher' or 'TRAK'."
+                f"every weight would be zero. Use method={others}."
             )
 
 

@@ -340,9 +340,10 @@ class LossModelOutput(AbstractModelOutput):
 def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
     """Return a task whose output has the gradient of the log-likelihood; raise if the task cannot draw labels."""
     if not task.can_sample:
+        others = "'GaussNewton' or 'TRAK'" if task.has_curvature else "'TRAK'"
         raise InvalidInputError(
             f"method='Fisher' draws labels from the model, and {type(task).__name__} does not define their "
-            "distribution. Use method='GaussNewton' or 'TRAK', or define sample_labels."
+            f"distribution. Use method={others}, or define sample_labels."
         )
     return LossModelOutput(task)
 

@@ -159,13 +159,14 @@ def measured(
             f"The scores {scores.name!r} are computed when they are read, and {call} needs a stored matrix. Call "
             "score(..., dense=True)."
         )
-    rows, path = run.targets(targets), score_path(scores.name, scores.method, run.settings.method)
+    rows = run.targets(targets)
     output_fn = partial(_target_outputs, run.model, run.settings.task, rows, run.settings.device)
 
     def measure_once() -> Any:
         given = {"targets": run.target_identity(rows)}
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
             store = workspace.store()
+            path = score_path(store, scores.name, scores.method, run.settings.method)
             scored = dict(store.open_table(path).spec.fingerprint["targets"])
             scored.pop("curvature", None)  # belongs to the scores, not to the data
             remedy = "Pass the targets that were scored under this name."

@@ -128,9 +128,18 @@ def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable
     return f"{target_folder(name, method)}/{table_path(train)}"
 
 
-def score_path(name: str, method: AbstractMethod, base: AbstractMethod) -> str:
-    """Return the path of the scores of a target set; those of ``base``, the attributor's method, have a short one."""
-    return path_of("scores", name) if method == base else path_of("views", name, identity=method.to_json())
+def score_path(store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod) -> str:
+    """Return the path of the scores of a target set: the stored ones of the method, or where they are to be stored.
+
+    Those of ``base``, the attributor's method, are stored at a short path. An attributor with another one may have
+    stored them.
+    """
+    identity = method.to_json()
+    short, other = path_of("scores", name), path_of("views", name, identity=identity)
+    for path in (short, other):
+        if store.has_table(path) and store.open_table(path).spec.fingerprint.get("method") == identity:
+            return path
+    return short if method == base else other
 
 
 def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
@@ -155,7 +164,7 @@ def method_of_scores(
 ) -> Any:
     """Return this method if a target set has scores of it, else ``base``, else the only one that it has scores of."""
     paths = score_paths(store, name)
-    if score_path(name, method, base) in paths:
+    if score_path(store, name, method, base) in paths:
         return method
     if path_of("scores", name) in paths:
         return base

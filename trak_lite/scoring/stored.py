@@ -49,7 +49,8 @@ def stored_scores(
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
             features, or train rows are pending.
-        ManifestMismatchError: If an attributor with another method made the scores, or they are of another task.
+        ManifestMismatchError: If the scores are of another method, an attributor's own, or of another task; with
+            ``dense=False`` also if the targets are not the same at every checkpoint.
     """
     if not dense and not method.multiplies_rows:
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
@@ -67,6 +68,9 @@ def stored_scores(
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
     source = ScoreSource(store, train, name, method, layout=settings.layout, device=settings.device)
+    if table is None:
+        _refuse_outgrown_targets(source)
+        _require_same_targets(source)
     targets = source.target_identity if table is None else table.spec.fingerprint.get("targets", {})
     asked = {} if run is None else run.asked_task()
     if asked:
@@ -82,7 +86,7 @@ def stored_scores(
 def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource:
     """Return the source of stored scores in an open store, with products in float64."""
     settings = scores.run.settings
-    path = tables.score_path(scores.name, scores.method, settings.method)
+    path = tables.score_path(store, scores.name, scores.method, settings.method)
     digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
     train = list(tables.complete_tables(store, digests).values())
     device = float64_device(settings.device)
@@ -105,7 +109,7 @@ def _record(
     made = source.manifest.made_with.get("settings")
     path, targets, entries = tables.target_folder(source.name, source.method), source.target_identity, None
     if stored:
-        path = tables.score_path(source.name, source.method, settings.method)
+        path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
         targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
     return ScoreRecord(
@@ -143,7 +147,7 @@ def _finished_table(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
 ) -> AbstractRowTable:
     """Return the complete table of the scores of a target set; ``base`` is the attributor's method."""
-    path = tables.score_path(name, method, base)
+    path = tables.score_path(store, name, method, base)
     if not store.has_table(path):
         how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
         other = [
@@ -165,8 +169,7 @@ def _finished_table(
         {"method": table.spec.fingerprint.get("method", {})},
         {"method": method.to_json()},
         where=path,
-        remedy="Open the store with the method that the scores were computed with: Attributor.open(path, model, "
-        "method=...).",
+        remedy=f"Pass the method that they were computed with: scores({name!r}, method=...).",
     )
     if not table.complete:
         raise StateError(f"The scores {name!r} are not finished. Call score(...) again; it resumes.")
@@ -203,6 +206,29 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
         )
 
 
+def _refuse_outgrown_targets(source: ScoreSource) -> None:
+    """Raise if train rows were appended after the curvature was fitted that the targets are multiplied by."""
+    fitted = source.target_identity.get("curvature", {}).get("dataset")
+    if fitted not in (None, digest_of(source.manifest.fingerprint.get("dataset", {}))):
+        raise StateError(
+            f"The targets {source.name!r} are multiplied by a curvature that was fitted to fewer train rows than the "
+            f"store has now. Score under another name, or drop_scores({source.name!r}) and score again."
+        )
+
+
+def _require_same_targets(source: ScoreSource) -> None:
+    """Raise if the targets are not the same at every checkpoint, which an older version stored."""
+    first, *others = source.train
+    for table in others:
+        compare_fingerprints(
+            {"targets": source.targets_of(table).spec.fingerprint.get("targets", {})},
+            {"targets": source.target_identity},
+            where=f"{source.name!r} at {tables.table_path(table)}",
+            remedy=f"Here is {tables.table_path(first)}. Call drop_scores({source.name!r}, features=True), and score "
+            "each set of targets under a name of its own.",
+        )
+
+
 def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
@@ -228,7 +254,7 @@ class ScoreResult:
         self, source: ScoreSource, base: AbstractMethod, identity: Mapping[str, Any], num_targets: int
     ) -> None:
         self.source = source
-        self._path = tables.score_path(source.name, source.method, base)
+        self._path = tables.score_path(source.store, source.name, source.method, base)
         fingerprint = {
             "checkpoints": source.digests,
             "targets": dict(identity),

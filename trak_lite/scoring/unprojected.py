@@ -24,13 +24,14 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
-from trak_lite.featurizing.unprojected import gradients_of, products_with
+from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, products_with, unit
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import Ranks
+from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_of
 from trak_lite.scoring.records import ScoreRecord, shown_settings
@@ -87,6 +88,17 @@ def unprojected_method(method: Method) -> AbstractMethod:
     return found
 
 
+def unprojected_scored_by(settings: AttributorSettings, method: Method) -> AbstractMethod:
+    """Return the method of scores of unprojected gradients; raise if it, or the normalisation, cannot be used."""
+    kind = settings.normalization.kind
+    if kind in ("adam", "adam_update"):
+        raise InvalidInputError(
+            f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
+            "refine, or an attributor with another normalize."
+        )
+    return settings.scored_by(unprojected_method(method))
+
+
 def scores_of_stream(
     run: Run,
     train: Rows,
@@ -98,7 +110,6 @@ def scores_of_stream(
     max_bytes: int,
 ) -> Scores:
     """Score all train rows by their unprojected gradients; see :meth:`~trak_lite.Attributor.stream_scores`."""
-    weights = method.weights(len(checkpoints))
     everything = np.arange(len(train))
     matrix = None if k is not None else np.empty((len(train), len(targets)), np.float32)
     known: list[TopRows] = []
@@ -108,6 +119,12 @@ def scores_of_stream(
         run = copy.copy(run)  # another question in memory: the fit to other train data stays as it is
         run.workspace = Workspace(None)
     with run.session(dataset) as session:
+        if len(checkpoints) > 1:  # equal weights are one checkpoint, as in a store
+            distinct = dict[str, Checkpoint]()
+            for checkpoint in checkpoints:
+                distinct.setdefault(session.load(checkpoint), checkpoint)
+            checkpoints = list(distinct.values())
+        weights = method.weights(len(checkpoints))
         scorer = _Scorer(session, train, targets, method)
         blocks = scorer.blocks(len(train), max_bytes)
         units = [len(train) + len(block) for block in blocks]  # and those of a fit, before the first block
@@ -147,7 +164,7 @@ def refined_scores(
     ``tables`` are the train tables by the digest of the checkpoint's weights, ``name`` is that of the target set, and
     ``ends`` ``(2, 2, M, c)`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom` of the stored rows.
     """
-    method = session.settings.scored_by(refine.method)
+    method = unprojected_scored_by(session.settings, refine.method)
     ends = ends[..., : refine.candidates]  # a cached result may have more
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
     train = session.train_rows("refine computes gradients of")
@@ -205,12 +222,6 @@ class _Scorer:
 
     def __post_init__(self) -> None:
         refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
-        kind = self.session.settings.normalization.kind
-        if kind in ("adam", "adam_update"):
-            raise InvalidInputError(
-                f"Scores of unprojected gradients do not support normalize={kind!r}. Use featurize and score without "
-                "refine, or an attributor with another normalize."
-            )
 
     def record(self, name: str, convergence: tuple[Convergence, ...], **shown: Any) -> ScoreRecord:
         """Return the record of the scores, with ``shown`` among its settings."""
@@ -266,14 +277,19 @@ class _Scorer:
         count = 0
         session, inverse, progress = self.session, self.method.inverse, self.session.run.progress
         parameters, scope = session.settings.parameters, self.method.unit_scope(session.settings.layout)
-        # Products become cosines, if the method is that of cosines.
-        normalization = None if scope is None else Normalization("unit", scope=scope)
+        # Products become cosines, if the method is that of cosines. A factor of a whole gradient, and one of a module
+        # in cosines of modules, cancel; factors of modules in cosines of whole gradients do not.
+        own = session.settings.normalization
+        to_unit = scope == "global" and own.kind != "none" and own.scope == "module"
+        normalization = None if scope is None or to_unit else Normalization("unit", scope=scope)
 
         def add(digest: str, label: str, weight: float) -> None:
             nonlocal count
             count += 1
             passes = session.row_pass(self.targets, 0, normalization=normalization)
             solved = gradients_of(passes, block, parameters, label=f"Targets, {label}", progress=progress)
+            if to_unit:
+                solved = unit(solved, solved.square().sum(1))
             if inverse is not None:
                 session.workspace.created()  # the fit is stored
                 solution = session.inverse(digest, label, inverse, self.train).solve(solved)
@@ -281,8 +297,8 @@ class _Scorer:
                 if solution.convergence is not None:
                     self._convergence.setdefault(digest, []).append(solution.convergence)
             passes = session.row_pass(self.train, 0, normalization=normalization)
-            targets = by_name(solved, parameters)
-            parts = products_with(targets, passes, rows, label=f"Scoring, {label}", progress=progress)
+            projector = ProductProjector(by_name(solved, parameters), to_unit=to_unit)
+            parts = products_with(projector, passes, rows, label=f"Scoring, {label}", progress=progress)
             done = 0
             for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
                 stop = done + len(products)

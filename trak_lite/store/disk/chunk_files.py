@@ -46,7 +46,7 @@ from trak_lite.core.files import (
     zeros,
 )
 from trak_lite.core.folders import names_in
-from trak_lite.errors import CorruptStoreError, IncompleteStoreError, StateError
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, MissingStoreError, StateError
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._values import short_list
 from trak_lite.store.disk.documents import identity_of, own_attributes, parse_zarr_json, read_zarr_bytes
@@ -102,7 +102,13 @@ class ColumnFiles:
     def list_visible(self) -> set[int]:
         """Return the chunks whose file has its final name."""
         with named_errors("Listing", self.folder):
-            numbers = map(self.chunk_of, list_folder(self.folder))
+            try:
+                numbers = map(self.chunk_of, list_folder(self.folder))
+            except FileNotFoundError as error:
+                raise MissingStoreError(
+                    f"{os.path.dirname(self.folder)} was dropped after it was opened (drop_checkpoint, drop_scores, or "
+                    "by hand). Score again, or open scores of what is left: attributor.scores(...)."
+                ) from error
             return {chunk for chunk in numbers if chunk is not None}
 
     def chunk_of(self, name: str) -> int | None:
