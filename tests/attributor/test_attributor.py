@@ -728,6 +728,17 @@ def test_rows_that_are_all_zero_are_told_once_per_call(dtype, recwarn):
     assert "adapters that are merged or disabled" in second
 
 
+def against_the_batch(call, batch):
+    return call(batch[0])[:, 0].log_softmax(0)  # of a sample alone 0, whatever the weights
+
+
+@pytest.mark.filterwarnings("ignore:.*depends on the other samples of its batch")
+def test_rows_that_are_zero_because_f_compares_samples_say_so_and_do_not_blame_parameters():
+    made = attributor(task=against_the_batch, method="GradDot")
+    with pytest.warns(UserWarning, match="zero. f of a sample alone .* Put the other samples into the row"):
+        made.featurize(TRAIN)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients_in_bfloat16_are_rows_without_a_projection(dtype):
     """NumPy has no bfloat16, in which these features are computed."""
