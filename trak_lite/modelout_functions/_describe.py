@@ -39,6 +39,8 @@ FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
 _SIMPLE = (type(None), bool, int, float, str)
 _ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version")
 """Entries of a configuration that say where it comes from."""
+_DEFAULTED: Final = "_use_default_values"
+"""Entry of a configuration of diffusers that names its defaults, in an order that differs between processes."""
 _PLAIN = (*_SIMPLE, Tensor, np.ndarray, np.generic)
 """Types of class attributes that are described besides functions."""
 
@@ -176,7 +178,7 @@ def _config_of(network: nn.Module) -> str | None:
     if not isinstance(config, Mapping):
         config = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
     # Without where it was loaded from, and by which version.
-    kept = {key: item for key, item in config.items() if key not in _ORIGIN}
+    kept = {key: item for key, item in config.items() if key not in (*_ORIGIN, _DEFAULTED)}
     try:
         return sha256(json.dumps(kept, sort_keys=True).encode()) if kept else None
     except (TypeError, ValueError):
@@ -464,6 +466,10 @@ class _Description:
             return {"object": cls, "global": made}
         parts: list[Any] = [*made, None, None, None]
         make, arguments, state, items, entries = parts[:5]
+        if type(value).__module__ == "diffusers.configuration_utils":
+            state, entries = (
+                {k: v for k, v in dict(part or ()).items() if k != _DEFAULTED} for part in (state, entries)
+            )
         return {
             "object": cls,
             "made": self._items((make, *arguments), path),
