@@ -156,6 +156,32 @@ def test_a_name_for_the_data_spares_loading_any_row():
         Rows([object()]).identity()
 
 
+class Graph:
+    """Has pairs of names and tensors as entries, like ``Data`` of torch_geometric."""
+
+    def __init__(self, size):
+        self.x, self.y = torch.ones(size, 4), torch.tensor([size % 2])
+
+    def __iter__(self):
+        return iter([("x", self.x), ("y", self.y)])
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return list(self)[index]
+
+
+def test_samples_whose_entries_make_no_array_need_a_name_for_the_data():
+    graphs = [Graph(size) for size in (2, 3)]
+    with pytest.raises(InvalidInputError, match=r"Cannot compute a digest of a Graph.*Rows\(data, name="):
+        Rows(graphs).identity()
+    rows = Rows(graphs, name="graphs", collate=lambda some: torch.stack([graph.x.sum(0) for graph in some]))
+    assert rows.identity()["id"] == "graphs"
+    ((_, batch),) = rows.batches(plan([0, 1]))
+    assert torch.equal(batch, torch.tensor([[2.0] * 4, [3.0] * 4]))
+
+
 class Exhausted(Counting):
     def __init__(self, error=StopIteration):
         super().__init__()
