@@ -646,6 +646,23 @@ def test_steps_out_of_order_are_refused(tmp_path):
             call()
 
 
+def test_rows_that_were_begun_with_other_weights_are_said_to_be_of_another_checkpoint(tmp_path):
+    """Only where there is another checkpoint. Both ways out, its name and dropping what was begun, have its scores."""
+    made = attributor(tmp_path / "a.zarr")
+    with pytest.raises(KeyboardInterrupt):
+        made.featurize(Rows(Counting(TRAIN, fail_at=40), name="d"), states()[:1])
+    with pytest.raises(StateError, match=r"ckpt-0 has 32 of 70 train rows\. Call featurize"):
+        made.score(TARGETS)
+    made.featurize(Rows(TRAIN, name="d"), states()[1:])
+    with pytest.raises(
+        StateError, match=r"has 2 checkpoints: other weights are another one.* \(drop_checkpoint\)"
+    ):
+        attributor(tmp_path / "a.zarr").score(TARGETS)
+    named = made.score(TARGETS, "named", checkpoints=states()[1:]).numpy()
+    made.drop_checkpoint("ckpt-0")
+    np.testing.assert_array_equal(made.score(TARGETS, "all").numpy(), named)
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_model_that_was_trained_further_is_pointed_out(tmp_path, in_memory):
     net = model()
@@ -739,6 +756,17 @@ def test_rows_that_are_all_zero_are_told_once_per_call(dtype, recwarn):
     assert f"all {N} computed rows of the train data are zero" in first
     assert "rows of the targets are zero" in second
     assert "adapters that are merged or disabled" in second
+
+
+def against_the_batch(call, batch):
+    return call(batch[0])[:, 0].log_softmax(0)  # of a sample alone 0, whatever the weights
+
+
+@pytest.mark.filterwarnings("ignore:.*depends on the other samples of its batch")
+def test_rows_that_are_zero_because_f_compares_samples_say_so_and_do_not_blame_parameters():
+    made = attributor(task=against_the_batch, method="GradDot")
+    with pytest.warns(UserWarning, match="zero. f of a sample alone .* Put the other samples into the row"):
+        made.featurize(TRAIN)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -156,6 +156,32 @@ def test_a_name_for_the_data_spares_loading_any_row():
         Rows([object()]).identity()
 
 
+class Graph:
+    """Has pairs of names and tensors as entries, like ``Data`` of torch_geometric."""
+
+    def __init__(self, size):
+        self.x, self.y = torch.ones(size, 4), torch.tensor([size % 2])
+
+    def __iter__(self):
+        return iter([("x", self.x), ("y", self.y)])
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return list(self)[index]
+
+
+def test_samples_whose_entries_make_no_array_need_a_name_for_the_data():
+    graphs = [Graph(size) for size in (2, 3)]
+    with pytest.raises(InvalidInputError, match=r"Cannot compute a digest of a Graph.*Rows\(data, name="):
+        Rows(graphs).identity()
+    rows = Rows(graphs, name="graphs", collate=lambda some: torch.stack([graph.x.sum(0) for graph in some]))
+    assert rows.identity()["id"] == "graphs"
+    ((_, batch),) = rows.batches(plan([0, 1]))
+    assert torch.equal(batch, torch.tensor([[2.0] * 4, [3.0] * 4]))
+
+
 class Exhausted(Counting):
     def __init__(self, error=StopIteration):
         super().__init__()
@@ -260,6 +286,52 @@ def test_a_tensor_that_all_samples_share_is_not_divided_among_as_many(num_worker
     rows = Rows(DataLoader(data, batch_size=3, collate_fn=collate, num_workers=num_workers))
     with pytest.raises(InvalidInputError, match=r"tensor of shape \(3,\).* all samples share it"):
         list(rows.batches(plan([0, 1, 2], [3, 4, 5])))
+
+
+def boxes(count, size):
+    return [(torch.randn(6), {"boxes": torch.rand(size, 4), "area": torch.rand(())}) for _ in range(count)]
+
+
+def listed(samples, part=lambda boxes: boxes):
+    return torch.stack([x for x, _ in samples]), [part(boxes) for _, boxes in samples]
+
+
+def over_steps(samples):
+    """Time first: as many tensors as the longest sample has steps, of which the first sample has one."""
+    steps = max(int(n) for _, n in samples)
+    return torch.stack([x for x, _ in samples]), [
+        torch.stack([x[t] for x, _ in samples]) for t in range(steps)
+    ]
+
+
+PER_SAMPLE = {
+    "dicts": (lambda boxes: boxes, r"batch\[1\] is a list"),
+    "tensors": (lambda boxes: boxes["boxes"], r"batch\[1\] is a list"),
+    "numbers": (lambda boxes: boxes["area"], r"batch\[1\] is a list"),
+    "inside a dict": (lambda boxes: boxes, r"batch\['targets'\] is a list"),
+}
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+def test_a_list_with_the_tensors_of_each_sample_is_refused_if_each_has_as_many_rows_as_the_batch(name):
+    part, said = PER_SAMPLE[name]
+
+    def collate(samples):
+        x, entries = listed(samples, part)
+        return {"x": x, "targets": entries} if name == "inside a dict" else (x, entries)
+
+    rows = Rows(boxes(8, 4), batch_size=4, collate=collate)
+    with pytest.raises(InvalidInputError, match=f"{said} of 4 entries .*Pad and stack them in collate"):
+        list(rows.batches(plan([0, 1, 2, 3], [4, 5, 6, 7])))
+
+
+def test_a_list_of_tensors_over_all_samples_is_divided_whatever_its_length():
+    samples = [(torch.randn(3), torch.tensor(n)) for n in (1, 3, 2)]
+    ((_, (_, steps)),) = Rows(samples, collate=over_steps).batches(plan([0, 1, 2]))
+    assert torch.equal(torch.stack(steps, 1), torch.stack([x for x, _ in samples]))
+    pairs = [((torch.randn(2), torch.randn(2)), torch.tensor(i)) for i in range(2)]
+    ((_, (columns, _)),) = Rows(pairs).batches(plan([0, 1]))
+    assert [len(column) for column in columns] == [2, 2]
 
 
 def stacked(samples):

@@ -732,12 +732,24 @@ def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(la
     with pytest.raises(UnsupportedModelError, match=r"depends on the other samples .*'iterative'"):
         collect_gradients(kind(model, task), batch)
     with pytest.warns(
-        UserWarning, match=r"f of every sample alone, with the padding of its batch\..*'contrastive'"
+        UserWarning, match=r"alone, with the padding of its batch\..*'contrastive', put the other"
     ):
         name, reason, computer = choose_gradient_computer(model, task, batch)
     assert name == "iterative"
     assert layer is not Experts or "hook: Experts: f of a sample depends on" in reason
     assert_same(collect_gradients(computer, batch), by_loop(model, output, batch))
+
+
+def test_a_list_of_the_tensors_of_each_sample_is_named_where_no_sample_alone_shows_it():
+    """It is known which entries are a sample's only if there is a collate function to take one alone."""
+    boxes = [torch.rand(4, 2) for _ in range(4)]
+    task = resolve_task(
+        lambda call, batch: torch.stack(
+            [(o - b).sum() for o, b in zip(call(batch[0]), batch[1], strict=False)]
+        )
+    )
+    with pytest.warns(UserWarning, match="a list with an entry per sample .* pad and stack its entries"):
+        choose_gradient_computer(nn.Linear(3, 2).eval(), task, (torch.rand(4, 3), boxes))
 
 
 @pytest.mark.parametrize("name", GRADIENT_COMPUTERS)

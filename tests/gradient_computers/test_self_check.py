@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, TRAKer
+from trak_lite import Attributor, Rows, TRAKer
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers import (
     GRADIENT_COMPUTERS,
@@ -514,6 +514,48 @@ def test_a_model_that_is_random_in_eval_mode_is_refused_by_every_computer_at_onc
     with pytest.raises(UnsupportedModelError, match=rf"draws random numbers in eval mode \({kind}\)"):
         attributor(model, computer).featurize(labelled(rows(5).float()))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
+def test_a_task_that_draws_is_told_to_draw_from_the_row(computer):
+    def denoising(call, batch):
+        noise = torch.randn_like(batch[0])
+        return -(call(batch[0] + noise) - noise.mean(1, keepdim=True)).square().sum(1)
+
+    made = Attributor(nn.Linear(4, 1), denoising, None, proj_dim=2, gradient_computer=computer)
+    said = r"or its task, draws .* \(randn_like\).* from a seed in the row, .* or make it a column"
+    with pytest.raises(UnsupportedModelError, match=said):
+        made.featurize(TensorDataset(rows(5).float()))
+
+
+class Bags(nn.Module):
+    """Joins the ids of all samples; the offsets of a column point into them."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag, self.last = nn.EmbeddingBag(9, 4), nn.Linear(4, 1)
+
+    def forward(self, ids, offsets):
+        return self.last(self.bag(ids, offsets))
+
+
+@pytest.mark.parametrize("computer", ["auto", "hook"])
+def test_a_column_of_offsets_is_no_defect_to_report(computer):
+    """With one id per sample both columns have the length of the batch."""
+    made = Attributor(Bags(), squares_of_bags, None, proj_dim=2, gradient_computer=computer)
+    with pytest.raises(
+        UnsupportedModelError, match=r"\(offsets\) is not divided: make it in the model"
+    ) as raised:
+        made.featurize(Rows(TensorDataset(torch.arange(8)), collate=with_offsets, batch_size=4))
+    assert "report" not in str(raised.value)
+
+
+def squares_of_bags(call, batch):
+    return call(*batch).square().sum(1)
+
+
+def with_offsets(samples):
+    return torch.stack([ids for (ids,) in samples]), torch.arange(len(samples))
 
 
 OUTSIDE = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from modelout_cases import check_gradients
+from modelout_cases import check_gradients, identity_of
 
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import DiffusionModelOutput
@@ -64,3 +64,21 @@ def test_gradients_are_those_of_the_squared_error_under_the_noise_of_the_schedul
         expected = expected - 0.5 * (model(noisy, steps, **more).sample - noise).square().sum((1, 2, 3))
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=0)
     check_gradients(HookGradientComputer(model, task), batch, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("build", [diffusers.DDPMScheduler, unet])
+def test_a_task_that_captures_a_part_of_diffusers_is_the_same_in_every_process(build):
+    """The configuration names its defaults in the order of a set, which another process has in another order."""
+
+    def task_of(held):
+        return lambda model_call, batch: model_call(held, batch)
+
+    torch.manual_seed(0)
+    part = build()
+    before = identity_of(task_of(part))
+    names = part.config["_use_default_values"]
+    part.register_to_config(_use_default_values=names[::-1])
+    assert len(names) > 1
+    assert identity_of(task_of(part)) == before
+    part.register_to_config(prediction_type="another")
+    assert identity_of(task_of(part)) != before

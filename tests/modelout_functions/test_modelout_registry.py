@@ -304,6 +304,46 @@ def test_identities_are_the_same_in_another_process():
     assert len({run.stdout for run in runs}) == 1
 
 
+class FrozenDict(collections.OrderedDict):
+    """Like that of diffusers, which names the defaults among its entries and attributes, in the order of a set."""
+
+    def __init__(self, *defaults, **entries):
+        super().__init__(**entries, _use_default_values=list(defaults))
+        vars(self).update(self)
+
+
+def of_diffusers(*defaults, is_config=True, **entries):
+    kind = type("FrozenDict", (FrozenDict,), {"__module__": f"diffusers.{'configuration_utils' * is_config}"})
+    return kind(*defaults, **entries)
+
+
+def test_the_order_in_which_diffusers_names_defaults_is_no_part_of_a_task():
+    """It differs between processes. The same name in any other object counts."""
+    first = identity_of(scaled(of_diffusers("a", "b", steps=100)))
+    assert identity_of(scaled(of_diffusers("b", "a", steps=100))) == first
+    assert identity_of(scaled(of_diffusers("a", "b", steps=99))) != first
+    others = [of_diffusers("a", "b", is_config=False), of_diffusers("b", "a", is_config=False)]
+    others += [{"_use_default_values": names} for names in (["a", "b"], ["b", "a"])]
+    assert len({json.dumps(identity_of(scaled(other))) for other in others}) == 4
+    model = [identity_of(scaled(Configured(_use_default_values=names))) for names in (["a", "b"], ["b", "a"])]
+    assert model[0] == model[1]
+
+
+@pytest.mark.parametrize("make", [scaled, lambda power: functools.partial(powered, power=power)])
+def test_another_captured_value_is_not_said_to_be_a_setting_that_the_store_can_give(make, tmp_path):
+    data = TensorDataset(torch.ones(2, 2))
+
+    def featurize(value):
+        given = {"proj_dim": 4, "progress": False}
+        Attributor(nn.Linear(2, 2), make(value), tmp_path / "a.zarr", **given).featurize(data)
+
+    featurize(1)
+    said = r"(factor|power) is 1 there, 2 here\. .* a list that was made from a set.*settings"
+    with pytest.raises(ManifestMismatchError, match=said) as raised:
+        featurize(2)
+    assert "Attributor.open" not in str(raised.value)
+
+
 # ---- models that a task captures
 def holding(held):
     def output(model_call, batch):

@@ -258,7 +258,7 @@ class ColumnMarks:
         ``alone`` returns the first sample as a batch of its own, if there is one to compare with.
 
         Raises:
-            InvalidInputError: If a tensor is sparse, or all samples share one.
+            InvalidInputError: If a tensor is sparse, all samples share one, or each sample has tensors of its own.
         """
         leaves, sized = flatten_batch(batch)[0], _sized(batch)
         sparse = next(filter(is_sparse, leaves), None)
@@ -275,6 +275,7 @@ class ColumnMarks:
             one = alone()
             if one is not None:
                 _refuse_shared(leaves, flatten_batch(one)[0])
+                _refuse_lists(batch, one, size)
             of_one = [] if one is None else _sized(one)
             known = len(of_one) == len(sized)
             self._places = frozenset(
@@ -331,6 +332,34 @@ def _refuse_shared(leaves: Sequence[Tensor], of_one: Sequence[Tensor]) -> None:
         )
 
 
+def _entries(value: Any, name: str) -> dict[str, Any] | None:
+    """Return the entries of a container that may hold tensors, by their names; ``None`` of anything else."""
+    if isinstance(value, Mapping):
+        return {f"{name}[{key!r}]": entry for key, entry in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f"{name}.{f.name}": getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list) and _holds_tensors(value):
+        return {f"{name}[{place}]": entry for place, entry in enumerate(value)}
+    return None
+
+
+def _refuse_lists(batch: Batch, one: Batch, size: int, name: str = "batch") -> None:
+    """Raise if a list holds the tensors of one sample in each entry, though its tensors seem to fit the batch."""
+    entries, of_one = _entries(batch, name) or {}, _entries(one, name) or {}
+    grows = _is_sized(batch) and len(entries) == size and len(of_one) == 1
+    if grows and {len(leaf) for leaf in flatten_batch(one)[0]} <= {
+        size
+    }:  # the one sample would have one row each
+        raise InvalidInputError(
+            f"{name} is a {type(batch).__name__} of {size} entries that hold the tensors of one sample each, in a "
+            f"batch of {size} samples. Such entries are not divided with the samples: axis 0 of every tensor is the "
+            "sample axis. Pad and stack them in collate, one tensor for all samples, and leave the padding out in the "
+            "model."
+        )
+    for key in entries.keys() & of_one.keys():
+        _refuse_lists(entries[key], of_one[key], size, key)
+
+
 def is_column(value: Any) -> bool:
     """Return whether a value of a batch is a column that was marked by :class:`ColumnMarks`."""
     return isinstance(value, ListColumn | TupleColumn | ArrayColumn)
@@ -346,15 +375,10 @@ def undivided(batch: Batch) -> list[str]:
     size, found = next((len(leaf) for leaf in flatten_batch(batch)[0]), 0), list[str]()
 
     def walk(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            for key, entry in value.items():
-                walk(entry, f"{name}[{key!r}]")
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for f in dataclasses.fields(value):
-                walk(getattr(value, f.name, None), f"{name}.{f.name}")
-        elif isinstance(value, tuple | list) and _holds_tensors(value):
-            for place, entry in enumerate(value):
-                walk(entry, f"{name}[{place}]")
+        entries = _entries(value, name)
+        if entries is not None:
+            for key, entry in entries.items():
+                walk(entry, key)
         elif not isinstance(value, Tensor) and not is_column(value):
             try:
                 if len(value) == size > 1:

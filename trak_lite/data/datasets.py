@@ -554,7 +554,10 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         _add(digest, type(value).__name__, repr(value).encode())
     else:
         # E.g. an image object: hash its array, because its repr contains a memory address.
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError):  # it has entries, of different shapes
+            array = np.empty(0, object)
         if array.dtype == object:
             raise InvalidInputError(
                 f"Cannot compute a digest of a {type(value).__name__}, so the dataset cannot be recognised on resume. "

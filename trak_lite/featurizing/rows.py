@@ -90,6 +90,10 @@ _ZERO = (
     "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
     "merged or disabled, at unused parts of the model, and at parameters that are frozen or left out (grad_wrt)."
 )
+_COMPARED = (
+    "f of a sample alone does not depend on the weights, because f compares the samples of a batch (in-batch "
+    "negatives, ranks, mined pairs). Put the other samples into the row, or let f capture a fixed set of them."
+)
 _NUM_COLLATED = 8
 """Samples of a batch that are collated alone, to find a padded one."""
 _MAX_ROUNDING = 1e-2  # that the cast may take of a row's norm; float16 itself rounds to 5e-4
@@ -379,6 +383,11 @@ class HostRows:
         """Return whether all features are zero, after :meth:`put`."""
         return not self._copy.arrays()[self._names.index(FEATURES) - len(self._names)].any()
 
+    @property
+    def why_zero(self) -> str:
+        """A sentence on what zero features say of f, and what to look at."""
+        return _COMPARED if self._found.computer.compares_samples else _ZERO
+
     def put(self, write: Write, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
         """Wait for the columns, check them, and write them as rows ``(B,)`` of a table.
 
@@ -479,7 +488,9 @@ class RowWork:
                 self.compare(turns, own)
         if isinstance(rows, Rows) and are_zero and work.written:
             rows.may_be_zero = False
-            text = f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {_ZERO}"
+            text = (
+                f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {copy.why_zero}"
+            )
             warnings.warn(text, UserWarning, stacklevel=2)
         return work.written
 

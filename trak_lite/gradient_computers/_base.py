@@ -130,6 +130,11 @@ class AbstractGradientComputer(ABC):
         """Shapes of the kept parameters by canonical name, in model order."""
         return {name: tuple(p.shape) for name, p in select_parameters(self.model, self.grad_wrt).items()}
 
+    @property
+    def compares_samples(self) -> bool:
+        """Whether f of a sample was seen to depend on the other samples of its batch."""
+        return False
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that change the gradients beyond rounding, as JSON values, for the manifest.
 

@@ -40,15 +40,22 @@ class IterativeGradientComputer(AbstractStreamingComputer):
     _takes_samples_alone: ClassVar[bool] = True
     _warned_of: nn.Module | None = None
 
+    @property
+    def compares_samples(self) -> bool:
+        """Whether f of a sample was seen to depend on the other samples of its batch."""
+        return self._warned_of is self.model
+
     def look_at_mixing(self) -> None:
         """Warn of a model whose f of a sample depends on the other samples of its batch."""
-        if self._warned_of is self.model:
+        if self.compares_samples:
             return
         self._warned_of = self.model
         warnings.warn(
             f"{type(self.model).__name__}: {MIXES}. The rows are the gradients of f of every sample alone, with "
             "the padding of its batch. Of a training loss that compares samples (in-batch negatives, batch statistics) "
-            "these are not the gradients: define f of one sample, or use the task 'contrastive'.",
+            "these are not the gradients: define f of one sample, use the task 'contrastive', put the other samples "
+            "into the row, or let f capture a fixed set of them. If the batch has a list with an entry per sample (the "
+            "boxes of an image), pad and stack its entries, because tensors are divided and lists of them are not.",
             UserWarning,
             stacklevel=2,
         )

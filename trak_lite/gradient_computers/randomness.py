@@ -244,9 +244,11 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         values = torch.stack([outputs_of(computer, parts, seed) for seed in range(4)])
     if differ(values):
         raise UnsupportedModelError(
-            f"{type(computer.model).__name__} draws random numbers in eval mode ({', '.join(drawn.names)}), and f of "
-            "the same sample changes with them, so its gradient is not defined. Expected a model without randomness in "
-            "eval mode: pass training=self.training to dropout, or replace what is drawn by a constant."
+            f"{type(computer.model).__name__}, or its task, draws random numbers in eval mode "
+            f"({', '.join(drawn.names)}), and f of the same sample changes with them, so its gradient is not defined. "
+            "Expected an f without randomness in eval mode: pass training=self.training to dropout, replace what is "
+            "drawn by a constant, or, where f needs noise (diffusion, a VAE), draw it from a seed in the row, as the "
+            "task 'diffusion' does, or make it a column of the row."
         )
 
 

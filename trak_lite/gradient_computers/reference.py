@@ -95,10 +95,13 @@ def gradients_alone(
         raise
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
+        advice = "If yours does, this is a defect of trak_lite: please report it."
+        if "offsets" in str(error):
+            advice = "A column that points into another one (offsets) is not divided: make it in the model, from sizes."
         raise UnsupportedModelError(
             f"The gradients of {type(computer.model).__name__} were computed, but the self-check's own pass over one "
             f"sample alone failed ({summary(error)}). Expected a model that runs forward and backward "
-            "on a single sample. If yours does, this is a defect of trak_lite: please report it."
+            f"on a single sample. {advice}"
         ) from error
     finally:
         for handle in handles:

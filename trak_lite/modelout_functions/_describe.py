@@ -41,7 +41,9 @@ _MAX_DEPTH = 32
 """Maximum nesting depth of described objects."""
 _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
-_ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version")
+_DEFAULTED: Final = "_use_default_values"
+"""Entry of a configuration of diffusers that names its defaults, in an order that differs between processes."""
+_ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version", _DEFAULTED)
 """Entries of a configuration that say where it comes from."""
 _PLAIN = (*SIMPLE, Tensor, np.ndarray, np.generic)
 """Types of class attributes that are described besides functions."""
@@ -380,6 +382,10 @@ class _Description:
             return {"object": cls, "global": made}
         parts: list[Any] = [*made, None, None, None]
         make, arguments, state, items, entries = parts[:5]
+        if type(value).__module__ == "diffusers.configuration_utils":
+            state, entries = (
+                {k: v for k, v in dict(part or ()).items() if k != _DEFAULTED} for part in (state, entries)
+            )
         return {
             "object": cls,
             "made": self._items((make, *arguments), path),

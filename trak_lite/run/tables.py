@@ -270,9 +270,12 @@ def complete_tables(
     num_rows = max(num_train_rows(store.manifest), *(table.spec.num_rows for table in found.values()))
     for table in found.values():
         if table.spec.num_rows < num_rows or not table.complete:
+            several = f"The store has {len(tables)} checkpoints: other weights are another one. "
             raise StateError(
-                f"{table_path(table)} has {int(table.done().sum())} of {num_rows} train rows. Call featurize(...) "
-                "again with the same data to continue, or name complete checkpoints: score(..., checkpoints=...)."
+                f"{table_path(table)} has {int(table.done().sum())} of {num_rows} train rows. "
+                f"{several if len(tables) > 1 else ''}Call "
+                "featurize(...) again with the same data and weights to continue, remove this checkpoint "
+                "(drop_checkpoint), or name complete ones: score(..., checkpoints=...)."
             )
     return found
 

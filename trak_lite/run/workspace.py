@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
@@ -45,6 +45,12 @@ from trak_lite.store.manifest import compare_fingerprints, differing_keys
 
 logger = logging.getLogger(__name__)
 
+_OF_CAPTURED: Final = (
+    "This value, which f captures, is another one here, or its description differs from process to process, as that "
+    "of an object with a list that was made from a set. Use another path. If it is the same value, let f capture the "
+    "tensors and numbers that it needs of it, or derive the task from AbstractModelOutput and return these from "
+    "settings()."
+)
 FirstRows = Callable[[int], Mapping[str, Any]]
 """Returns the identity of the first rows of a dataset, given their number."""
 
@@ -232,10 +238,15 @@ class Workspace:
         given, compared = self._manifest.fingerprint, dict(stored.fingerprint)
         if "dataset" not in given:
             compared.pop("dataset", None)
+        keys = [key for key, *_ in differing_keys(compared, given)]
+        is_captured = all(
+            key.startswith("task.function.") and not key.endswith((".source", ".callable")) for key in keys
+        )
+        remedy = {"remedy": _OF_CAPTURED} if is_captured else {}
         try:
-            compare_fingerprints(compared, given, where=self.name)
+            compare_fingerprints(compared, given, where=self.name, **remedy)
         except ManifestMismatchError as error:
-            cause = _cause([key for key, *_ in differing_keys(compared, given)])
+            cause = _cause(keys)
             cause = cause or _other_settings(stored, self._manifest)
             error = ManifestMismatchError(f"{cause}{error}")
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
