@@ -713,7 +713,7 @@ class Attributor:
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
-            ManifestMismatchError: If the scores are of another method, an attributor's own, or of another task;
+            ManifestMismatchError: If the scores are of the default method of another attributor, or of another task;
                 with ``dense=False`` also if the targets are not the same at every checkpoint.
         """
         check_name(name, what="target set")

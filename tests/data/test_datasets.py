@@ -307,7 +307,6 @@ def over_steps(samples):
 PER_SAMPLE = {
     "dicts": (lambda boxes: boxes, r"batch\[1\] is a list"),
     "tensors": (lambda boxes: boxes["boxes"], r"batch\[1\] is a list"),
-    "numbers": (lambda boxes: boxes["area"], r"batch\[1\] is a list"),
     "inside a dict": (lambda boxes: boxes, r"batch\['targets'\] is a list"),
 }
 
@@ -332,6 +331,9 @@ def test_a_list_of_tensors_over_all_samples_is_divided_whatever_its_length():
     pairs = [((torch.randn(2), torch.randn(2)), torch.tensor(i)) for i in range(2)]
     ((_, (columns, _)),) = Rows(pairs).batches(plan([0, 1]))
     assert [len(column) for column in columns] == [2, 2]
+    numbers = Rows(boxes(3, 3), collate=lambda some: listed(some, lambda entry: entry["area"]))
+    ((_, (_, areas)),) = numbers.batches(plan([0, 1, 2]))
+    assert [area.shape for area in areas] == [()] * 3
 
 
 def stacked(samples):

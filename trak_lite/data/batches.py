@@ -347,9 +347,8 @@ def _refuse_lists(batch: Batch, one: Batch, size: int, name: str = "batch") -> N
     """Raise if a list holds the tensors of one sample in each entry, though its tensors seem to fit the batch."""
     entries, of_one = _entries(batch, name) or {}, _entries(one, name) or {}
     grows = _is_sized(batch) and len(entries) == size and len(of_one) == 1
-    if grows and {len(leaf) for leaf in flatten_batch(one)[0]} <= {
-        size
-    }:  # the one sample would have one row each
+    # The one sample's tensors would have one row each; numbers, which have no axis, are not divided.
+    if grows and {len(leaf) for leaf in flatten_batch(one)[0]} == {size}:
         raise InvalidInputError(
             f"{name} is a {type(batch).__name__} of {size} entries that hold the tensors of one sample each, in a "
             f"batch of {size} samples. Such entries are not divided with the samples: axis 0 of every tensor is the "

@@ -66,7 +66,7 @@ class TargetSet:
             if path.rpartition("/")[0] != folder:
                 given.pop("curvature", None)
                 stored.pop("curvature", None)
-            remedy = "Score other targets under another name."
+            remedy = f"Score under another name, or call drop_scores({self.name!r}, features=True) first."
             compare_fingerprints({"targets": stored}, {"targets": given}, where=path, remedy=remedy)
 
     def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:

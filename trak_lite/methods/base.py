@@ -211,7 +211,8 @@ class AbstractMethod(ABC):
         if len(given) != num_checkpoints:
             raise InvalidInputError(
                 f"{self._field_of_weights} has {len(given)} numbers, but {num_checkpoints} checkpoints are scored. "
-                "Give one per checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...])."
+                "Give one per checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...]). "
+                "Checkpoints with equal weights are one: give the sum of their numbers."
             )
         return tuple(given)
 

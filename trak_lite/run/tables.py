@@ -136,10 +136,11 @@ def score_path(store: AbstractFeatureStore, name: str, method: AbstractMethod, b
     """
     identity = method.to_json()
     short, other = path_of("scores", name), path_of("views", name, identity=identity)
-    for path in (short, other):
+    places = (short, other) if method == base else (other, short)
+    for path in places:
         if store.has_table(path) and store.open_table(path).spec.fingerprint.get("method") == identity:
             return path
-    return short if method == base else other
+    return places[0]
 
 
 def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:

@@ -49,7 +49,7 @@ def stored_scores(
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
             features, or train rows are pending.
-        ManifestMismatchError: If the scores are of another method, an attributor's own, or of another task; with
+        ManifestMismatchError: If the scores are of the default method of another attributor, or of another task; with
             ``dense=False`` also if the targets are not the same at every checkpoint.
     """
     if not dense and not method.multiplies_rows:
