@@ -955,6 +955,22 @@ def test_adapters_in_a_transformer_layer_of_torch_have_the_gradients_of_training
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_frozen_transformer_layers_without_adapters_give_f_of_the_users_own_pass():
+    """torch's fast path has zeros at padded positions, which this sum reads."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1).requires_grad_(
+        False
+    )
+    forward = lambda s, x, pad: s.head(s.encoder(x, src_key_padding_mask=pad).sum(1))  # noqa: E731
+    model = Model(forward, encoder=encoder, head=nn.Linear(4, 1)).eval()
+    batch = torch.randn(3, 5, 4), torch.arange(5) >= torch.tensor([[5], [3], [2]])
+    with torch.no_grad():
+        expected = model(*batch)[:, 0]
+    computer = GRADIENT_COMPUTERS["iterative"](model, resolve_task(lambda call, batch: call(*batch)[:, 0]))
+    torch.testing.assert_close(computer.terms(batch).output, expected)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("name", [*GRADIENT_COMPUTERS, "auto"])

@@ -11,10 +11,12 @@ import pytest
 import torch
 from hub_models import peft
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor
 from trak_lite.errors import CheckpointError
+from trak_lite.gradient_computers import select_parameters
 
 ROWS = TensorDataset(torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
 
@@ -317,3 +319,37 @@ def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(
     check_rows(tmp_path, adapted("default", scale=2.0), [state], saved)
     with pytest.raises(CheckpointError, match=r"without its name, .* adapters \['default', 'b'\]"):
         attributor_of(tmp_path, adapted("default", "b")).featurize(ROWS, [state])
+
+
+class WithHeads(nn.Sequential):
+    """A base model with a dict whose key is the name of the adapter; its layer is checkpointed."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.heads = nn.ModuleDict({"default": nn.Linear(2, 2)})
+
+    def forward(self, x):
+        return self[2](self[1](self[0](x)))
+
+
+def checkpointed(model):
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    return model.double()
+
+
+def test_names_of_the_base_model_and_of_activation_checkpointing_are_not_those_of_an_adapter(tmp_path):
+    config = peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False)
+    saved = peft.get_peft_model(WithHeads(), config).double()
+    saved.save_pretrained(tmp_path / "a")
+    model = checkpointed(peft.PeftModel.from_pretrained(WithHeads(), tmp_path / "a"))
+    check_rows(tmp_path, model, None, saved)
+    fresh = checkpointed(peft.get_peft_model(WithHeads(), config))
+    check_rows(tmp_path / "again", fresh, tmp_path / "a", saved)
+
+
+def test_biases_that_are_chosen_by_hand_stay_the_only_ones():
+    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["0"], r=2, bias="all"))
+    for name, p in model.named_parameters():
+        p.requires_grad_("bias" in name)
+    assert all("bias" in name for name in select_parameters(model, None))

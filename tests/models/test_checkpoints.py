@@ -137,6 +137,19 @@ def test_a_tied_weight_has_one_value_in_a_checkpoint(load):
     assert flat(model) == before
 
 
+class Summed(nn.Sequential):
+    def forward(self, x):
+        return sum(part(x) for part in self)
+
+
+def test_extra_states_of_modules_are_no_tied_weights(load):
+    pack = lambda scale: None if scale == 1.0 else torch.tensor(scale)  # noqa: E731
+    model = Summed(Scaled(1.0, pack), Scaled(1.0, pack))
+    states = {"0._extra_state": torch.tensor(2.0), "1._extra_state": torch.tensor(3.0)}
+    _, (row,) = load(model, {**model.state_dict(), **states}, task=output)
+    assert (row[7], row[-1]) == (2.0, 3.0)  # gradients of the biases
+
+
 def test_weights_and_buffers_tell_checkpoints_apart_and_nothing_else(load):
     def state(seed=0, mean=0.0):
         torch.manual_seed(seed)
@@ -252,6 +265,9 @@ class Adapted(nn.Module):
         self.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 2)})
         for parameter in self.parameters():
             nn.init.constant_(parameter, value)
+
+
+Adapted.__module__ = "peft.tuners"
 
 
 def wrapped(adapted):

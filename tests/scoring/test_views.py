@@ -106,7 +106,7 @@ def squared_logits(model_call, batch):
     {"method": "TracIn"},
     {"method": "EKFAC", "dense": False},
     {"method": "GradDot", "dense": False, "task": squared_logits},
-], ids=str)  # fmt: skip
+], ids=["lazy", "another method", "curvature", "task"])  # fmt: skip
 def test_targets_of_a_name_are_the_same_at_every_checkpoint(monkeypatch, view):
     made, (first, second, _) = featurized(), states()
     whole = {"method": "GradDot", "dense": False}

@@ -240,21 +240,28 @@ def model_pass(model: nn.Module, products: Float32Products = "ieee") -> Iterator
     """Run a model inside the block with these float32 products and such that a backward pass is possible.
 
     Recurrent layers in eval mode run without cuDNN, which supports their backward pass in train mode only. Transformer
-    layers in eval mode run without their fast path, which reads the weights of submodules and does not call them: it
-    leaves out adapters.
+    layers with modules that are not torch's run without the fast path of eval mode, which reads the weights of
+    submodules and does not call them: it leaves out adapters.
     """
     first = next(model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     recurrent = device.type != "cpu" and any(
         isinstance(m, nn.RNNBase) and not m.training for m in model.modules()
     )
-    fast = torch.backends.mha.get_fastpath_enabled()
+    is_fast = torch.backends.mha.get_fastpath_enabled() and any(map(_is_adapted, model.modules()))
     with float32_products(device, products), switched_off(torch.backends.cudnn, recurrent):
-        torch.backends.mha.set_fastpath_enabled(False)
+        if is_fast:
+            torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+            if is_fast:
+                torch.backends.mha.set_fastpath_enabled(True)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    inner = module.modules() if isinstance(module, nn.TransformerEncoderLayer) else ()
+    return any(part is not module and not type(part).__module__.startswith("torch.") for part in inner)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -62,10 +63,9 @@ class TargetSet:
             table = self.session.workspace.table(path)
             if table is None:  # another process has dropped it meanwhile
                 continue
-            given, stored = dict(self.identity), dict(table.spec.fingerprint["targets"])
-            if path.rpartition("/")[0] != folder:
-                given.pop("curvature", None)
-                stored.pop("curvature", None)
+            given, stored = self.identity, table.spec.fingerprint["targets"]
+            if path.rpartition("/")[0] != folder and isinstance(stored, Mapping):
+                given, stored = ({**one, "curvature": None} for one in (given, stored))
             remedy = f"Score under another name, or call drop_scores({self.name!r}, features=True) first."
             compare_fingerprints({"targets": stored}, {"targets": given}, where=path, remedy=remedy)
 

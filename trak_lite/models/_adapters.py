@@ -28,6 +28,8 @@ _RANKS = "ranknum"
 """A number of AdaLoRA beside its weights that is not trained and not saved: its setting ``init_r``."""
 _PROMPTS = "prompt_embeddings"
 _OUTER = "base_model.model."
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+"""Part of names, which activation checkpointing leaves out of state dicts."""
 _PROJECTIONS = ("projection_prng_key", "projection_seed", "proj_seed", "regularization_alpha")
 """Settings that make fixed weights, which are in the file if one of ``_SAVES`` is set."""
 _SAVES = ("save_projection", "save_indices")
@@ -37,12 +39,12 @@ _PLAIN_INITS = (
 )
 """First weights of an adapter that change neither the base model nor what is computed from them later."""
 # Settings that do not change what saved weights compute, or that names and shapes of weights show. PEFT itself changes
-# some (AdaLoRA its rank_pattern, LoRA its fan_in_fan_out), so that equal adapters differ in them.
+# some (LoRA its fan_in_fan_out), so that equal adapters differ in them.
 _HARMLESS = {
     *_SAVES,
     *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "feedforward_modules", "modules_to_save", "rank_pattern", "bias"),
+    *("layers_pattern", "feedforward_modules", "modules_to_save", "bias"),
     *("fan_in_fan_out", "save_only_topk_weights", "init_logits_std", "init_theta_d_bound"),
     *("init_v_bound", "init_vector_bank_bound", "init_scale", "d_initial", "eva_config"),
     *("prompt_tuning_init", "prompt_tuning_init_text", "prompt_tuning_init_task"),
@@ -63,7 +65,10 @@ def frozen_adapter(model: nn.Module, trained: Iterable[str]) -> set[str]:
     """
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     adapters = [adapter for adapter in _active_adapters(model) if adapter in configs]
-    biases = any(getattr(configs[adapter], "bias", "none") != "none" for adapter in adapters)
+    biases = any(
+        getattr(configs[adapter], "bias", "none") != "none" and configs[adapter].inference_mode
+        for adapter in adapters
+    )
     if not all(biases and name.endswith("bias") for name in trained):
         return set()
     names = [name for name, _ in model.named_parameters()]
@@ -177,8 +182,10 @@ def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
 def _settings(config: Any) -> dict[str, Any]:
     """Return the settings that may change what saved weights compute, as JSON has them."""
     values = {name: value for name, value in config.to_dict().items() if name not in _HARMLESS}
-    if any(getattr(config, name, False) for name in _SAVES):
-        values = {name: value for name, value in values.items() if name not in _PROJECTIONS}
+    unused: tuple[str, ...] = _PROJECTIONS if any(getattr(config, name, False) for name in _SAVES) else ()
+    if config.peft_type == "ADALORA":  # which changes it in training
+        unused = ("rank_pattern",)
+    values = {name: value for name, value in values.items() if name not in unused}
     text = json.dumps(
         {name: value for name, value in values.items() if not name.endswith("dropout")},
         default=lambda value: sorted(value, key=str) if isinstance(value, set) else str(value),
@@ -281,15 +288,17 @@ def _active_adapters(model: nn.Module) -> list[str]:
 
 def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[str, str]:
     """Return those of the names that are of an adapter's weights, by the names under which PEFT saves these."""
+    # Modules of the base model may have the adapter's name, too: PEFT's own modules hold the dicts of adapters.
     holders = {
-        name
+        f"{name}.{child}".replace(_CHECKPOINTED, "").lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.ModuleDict | nn.ParameterDict) or type(module).__name__ == "BufferDict"
+        if type(module).__module__.startswith("peft.")
+        for child, held in module._modules.items()
+        if isinstance(held, nn.ModuleDict | nn.ParameterDict) or type(held).__name__ == "BufferDict"
     }
     found = {}
     for name in names:
-        parts = name.split(".")
-        # Modules of the base model may have the adapter's name, too.
+        parts = name.replace(_CHECKPOINTED, "").split(".")
         places = [n for n in range(1, len(parts)) if parts[n] == adapter and ".".join(parts[:n]) in holders]
         if places and _RANKS not in parts:
             found[_saved_name(parts[: places[-1]], parts[places[-1] + 1 :])] = name

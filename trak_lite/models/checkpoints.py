@@ -453,7 +453,9 @@ def _load_state(
             f"{advice}"
         )
     by_tensor: dict[int, str] = {}
-    for name in (name for name, value in given.items() if isinstance(value, Tensor)):
+    for name in (
+        n for n, value in given.items() if isinstance(value, Tensor) and not n.endswith(_EXTRA_STATE)
+    ):
         first = by_tensor.setdefault(id(held[name]), name)
         if first != name and not _is_equal(given[first], given[name], held[name]):
             raise CheckpointError(
@@ -479,7 +481,9 @@ def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
     one, two = (of_all_ranks(tensor.detach()) for tensor in (value, other))
     if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in (one, two)):
         return True  # not comparable in general
-    one, two = one.to(held.dtype), two.to(one.device, held.dtype)
+    two = two.to(one.device)
+    if one.dtype != two.dtype:
+        one, two = one.to(held.dtype), two.to(held.dtype)
     return torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
 
 

@@ -208,7 +208,9 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
 
 def _refuse_outgrown_targets(source: ScoreSource) -> None:
     """Raise if train rows were appended after the curvature was fitted that the targets are multiplied by."""
-    fitted = source.target_identity.get("curvature", {}).get("dataset")
+    targets = source.target_identity
+    curvature = targets.get("curvature") if isinstance(targets, Mapping) else None
+    fitted = curvature.get("dataset") if isinstance(curvature, Mapping) else None
     if fitted not in (None, digest_of(source.manifest.fingerprint.get("dataset", {}))):
         raise StateError(
             f"The targets {source.name!r} are multiplied by a curvature that was fitted to fewer train rows than the "
