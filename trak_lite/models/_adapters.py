@@ -292,7 +292,7 @@ def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[s
     holders = {
         f"{name}.{child}".replace(_CHECKPOINTED, "").lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module).__module__.startswith("peft.")
+        if any(base.__module__.startswith("peft.") for base in type(module).__mro__)
         for child, held in module._modules.items()
         if isinstance(held, nn.ModuleDict | nn.ParameterDict) or type(held).__name__ == "BufferDict"
     }
