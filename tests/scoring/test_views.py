@@ -109,13 +109,13 @@ def squared_logits(model_call, batch):
 ], ids=["lazy", "another method", "curvature", "task"])  # fmt: skip
 def test_targets_of_a_name_are_the_same_at_every_checkpoint(monkeypatch, view):
     made, (first, second, _) = featurized(), states()
-    whole = {"method": "GradDot", "dense": False}
+    whole = {"method": "EKFAC" if view["method"] == "EKFAC" else "GradDot", "dense": False}
     alone = [
         made.score(TARGETS, name, checkpoints=[state], **whole).numpy()
         for name, state in {"a": first, "b": second}.items()
     ]
     other = labelled(M + 1, 5) if "task" not in view else TARGETS
-    with pytest.raises(ManifestMismatchError, match=r"targets/a/ckpt-0 .*under another name"):
+    with pytest.raises(ManifestMismatchError, match=r"/ckpt-0 .*under another name"):
         made.score(other, "a", checkpoints=[second], **view)
     np.testing.assert_array_equal(made.scores("a", **whole).numpy(), alone[0])
     made.score(TARGETS, "a", method="EKFAC", checkpoints=[first])

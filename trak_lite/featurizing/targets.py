@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -18,7 +17,6 @@ from trak_lite.run.tables import (
     complete_tables,
     model_id_of,
     target_folder,
-    target_paths,
     target_table_path,
 )
 from trak_lite.store import AbstractRowTable
@@ -54,20 +52,13 @@ class TargetSet:
         return len(self.rows) if self.method.inverse is None else 0
 
     def refuse_others(self) -> None:
-        """Raise :class:`ManifestMismatchError` if features of other targets, of any checkpoint, have this name.
-
-        A curvature is compared among the features of one method only.
-        """
-        folder = target_folder(self.name, self.method)
-        for path in target_paths(self.session.store, self.name):
+        """Raise :class:`ManifestMismatchError` if the method would read features of other targets at a checkpoint."""
+        remedy = f"Score under another name, or call drop_scores({self.name!r}, features=True) first."
+        for path in self.session.store.table_names(target_folder(self.name, self.method)):
             table = self.session.workspace.table(path)
-            if table is None:  # another process has dropped it meanwhile
-                continue
-            given, stored = self.identity, table.spec.fingerprint["targets"]
-            if path.rpartition("/")[0] != folder and isinstance(stored, Mapping):
-                given, stored = ({**one, "curvature": None} for one in (given, stored))
-            remedy = f"Score under another name, or call drop_scores({self.name!r}, features=True) first."
-            compare_fingerprints({"targets": stored}, {"targets": given}, where=path, remedy=remedy)
+            if table is not None:  # another process may have dropped it meanwhile
+                stored = {"targets": table.spec.fingerprint["targets"]}
+                compare_fingerprints(stored, {"targets": self.identity}, where=path, remedy=remedy)
 
     def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights."""

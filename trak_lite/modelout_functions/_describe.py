@@ -43,7 +43,7 @@ _MAX_TEXT = 1000
 """Characters of JSON above which a value is replaced by its digest, so that a manifest stays readable."""
 _DEFAULTED: Final = "_use_default_values"
 """Entry of a configuration of diffusers that names its defaults, in an order that differs between processes."""
-_ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version", _DEFAULTED)
+_ORIGIN: Final = ("_name_or_path", "transformers_version", "_diffusers_version")
 """Entries of a configuration that say where it comes from."""
 _PLAIN = (*SIMPLE, Tensor, np.ndarray, np.generic)
 """Types of class attributes that are described besides functions."""
@@ -100,13 +100,21 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, (*SIMPLE, FunctionType, BuiltinFunctionType))
 
 
+def _ordered(entries: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of a configuration, with the names of diffusers' defaults in an order of their own."""
+    return {
+        key: sorted(value) if key == _DEFAULTED and isinstance(value, list) else value
+        for key, value in entries.items()
+    }
+
+
 def _config_of(network: nn.Module) -> str | None:
     """Return a digest of the configuration of a model of transformers or diffusers; ``None`` if it has none."""
     config: Any = getattr(network, "config", None)
     if not isinstance(config, Mapping):
         config = config.to_dict() if callable(getattr(config, "to_dict", None)) else {}
     # Without where it was loaded from, and by which version.
-    kept = {key: item for key, item in config.items() if key not in _ORIGIN}
+    kept = {key: item for key, item in _ordered(config).items() if key not in _ORIGIN}
     try:
         return sha256(json.dumps(kept, sort_keys=True).encode()) if kept else None
     except (TypeError, ValueError):
@@ -383,9 +391,8 @@ class _Description:
         parts: list[Any] = [*made, None, None, None]
         make, arguments, state, items, entries = parts[:5]
         if type(value).__module__ == "diffusers.configuration_utils":
-            state, entries = (
-                {k: v for k, v in dict(part or ()).items() if k != _DEFAULTED} for part in (state, entries)
-            )
+            state = _ordered(state) if isinstance(state, dict) else state
+            entries = _ordered(dict(entries or ())).items()
         return {
             "object": cls,
             "made": self._items((make, *arguments), path),

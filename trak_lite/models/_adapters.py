@@ -44,7 +44,7 @@ _HARMLESS = {
     *_SAVES,
     *("task_type", "inference_mode", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "target_modules", "target_parameters", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "feedforward_modules", "modules_to_save", "bias"),
+    *("layers_pattern", "feedforward_modules", "modules_to_save", "bias", "megatron_core"),
     *("fan_in_fan_out", "save_only_topk_weights", "init_logits_std", "init_theta_d_bound"),
     *("init_v_bound", "init_vector_bank_bound", "init_scale", "d_initial", "eva_config"),
     *("prompt_tuning_init", "prompt_tuning_init_text", "prompt_tuning_init_task"),
@@ -208,7 +208,8 @@ def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Map
     active = _active_adapters(model)
     held = model.state_dict() if active else {}
     known = {name for adapter in active for name in _saved_names(model, held, adapter)}.union(held)
-    if not known.issuperset(state) or held.keys() >= state.keys():
+    indices = {name for name in state if name.endswith(".shira_indices")}
+    if not known.issuperset(state.keys() - indices) or held.keys() >= state.keys():
         return {}
     adapters = _adapters(model)
     if len(adapters) != 1:
