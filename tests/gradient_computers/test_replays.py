@@ -1264,7 +1264,9 @@ def test_replays_of_a_pass_whose_own_bits_change_are_equal_up_to_rounding(error,
             found = super().work(batch)
             return [found[0] * (1 + error * (self.passes % 2)), *found[1:]]
 
-    monkeypatch.setattr(Replays, "_is_unsteady", functools.partial(elsewhere, Replays._is_unsteady))
+    monkeypatch.setattr(
+        Replays, "_is_unsteady", staticmethod(functools.partial(elsewhere, Replays._is_unsteady))
+    )
     model = made(Net)
     run = Unsteady(model, self_check=False)
     for batch in batches():
