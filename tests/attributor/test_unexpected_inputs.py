@@ -94,6 +94,18 @@ def linear(call, batch):
     return call(batch[0])[:, 0]
 
 
+def times(constant, dtype):
+    """A task whose gradients have the size of a constant."""
+    model = nn.Linear(4, 3, dtype=torch.float64 if abs(np.log10(constant)) > 50 else None)
+    return {
+        "model": model,
+        "dtype": dtype,
+        "projector": "none",
+        "method": "GradDot",
+        "task": lambda call, batch: call(batch[0].to(model.weight))[:, 0] * constant,
+    }
+
+
 def one_sample(samples):
     return torch.randn(1, 4), torch.zeros(1).long()
 
@@ -193,6 +205,22 @@ ROW_9 = r"^Row 9 of the train data: .*99"
             PrecisionError,
         ),
         (r"entries beyond its range.*dtype='float32'", TensorDataset(X * 1e8, Y), {}, PrecisionError),
+        *(
+            (
+                f"{dtype} cannot hold.* loses 100.0% of it. Store float32",
+                TRAIN,
+                times(c, dtype),
+                PrecisionError,
+            )
+            for dtype, c in (("int8", 1e-37), ("int4", 1e-39), ("float16", 1e-43))
+        ),
+        (
+            "^float32 cannot hold.*range. Multiply f by a constant",
+            TRAIN,
+            times(1e300, "int8"),
+            PrecisionError,
+        ),
+        ("^float32 cannot hold.*of it. Multiply", TRAIN, times(1e-200, "float32"), PrecisionError),
         ("meta device.*Load the values", TensorDataset(X.to("meta"), Y), {}, InvalidInputError),
         (r"tuple of arrays.*TensorDataset", ARRAYS, {}, InvalidInputError),
         (r"list of arrays.*TensorDataset", [*ARRAYS], {}, InvalidInputError),

@@ -104,6 +104,25 @@ def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, fact
             rows.attributor(dtype="float16")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+def test_a_module_that_storage_loses_is_told_once_per_call_where_it_counts_by_itself(dtype, recwarn, caplog):
+    rows = cases.drawn(num_rows=4)
+    for factor, layout in ((1.0, "module"), (0.0, "module"), (1e-7, "joint"), (1e-7, "module")):
+        assert not list(recwarn)
+        scaled = rows.scaled([1.0, factor])
+        made = scaled.attributor(dtype=dtype, layout=layout)
+    lost = np.linalg.norm((rounded(scaled.train[0], dtype) - scaled.train[0])[:, 3:])
+    share = lost / np.linalg.norm(scaled.train[0][:, 3:])
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == (dtype != "float32")
+    for text in said:
+        assert f"{dtype} loses {share:.2g} of the norm of the features of module 'parts.1'" in text
+        assert "in 1 of 2 modules" in text
+        assert "dtype='float32'" in text
+    cases.scores_of(made, scaled.targets)
+    assert (f"perhaps because rows are stored in {dtype}" in caplog.text) == dtype.startswith("int")
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_that_are_not_finite(
     tmp_path, dtype

@@ -138,6 +138,8 @@ class Rows(_AsTheyAre):
         self._num_computed = 0
         self.may_be_zero = True
         """Whether the user is to be told if all computed rows are zero; once per call."""
+        self.may_lose_modules = True
+        """The same if storage loses the rows of a module."""
         self._size = len(self.dataset)
         self._indices = None if indices is None else checked_indices(indices, self._size, what)
         if len(self) == 0:

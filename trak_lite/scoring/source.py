@@ -320,10 +320,12 @@ class ScoreSource:
         lost = [segment.name for segment, found in pairs if not found.multiplier]
         if not self._named.issuperset(lost):
             self._named.update(lost)
+            dtype = next(column.dtype for column in table.spec.columns if column.name == tables.FEATURES)
             logger.warning(
-                "The kernel of module %s is zero or beneath the smallest normal number: it contributes nothing to the "
-                "scores %r.",
+                "The kernel of module %s is zero or beneath the smallest normal number%s: it contributes nothing to "
+                "the scores %r.",
                 some_of(map(repr, lost)),
+                "" if dtype == "float32" else f", perhaps because rows are stored in {dtype}",
                 self.name,
             )
         if self._held is not None:
