@@ -760,7 +760,7 @@ class Attributor:
             ``(N,)``, larger is more suspect.
 
         Raises:
-            StateError: If rows are pending, or if q is the same for all rows: the output of the task is its loss.
+            StateError: If rows are pending, or if q is the same for all rows, as where f is the loss.
 
         Example:
             >>> from torch.utils.data import TensorDataset
@@ -772,10 +772,10 @@ class Attributor:
         """
         errors: NDArray[np.float64] = np.abs(self._train_column(tables.OUT_TO_LOSS)).mean(0, np.float64)
         if len(errors) > 1 and np.ptp(errors) == 0:
-            raise StateError(
-                "Every row has the same q, because the model output of the task is its loss. Rank the rows by "
-                "scores.self_influence()."
-            )
+            why = "the model gives all rows the same error. Look at its weights: is it trained?"
+            if not self.task.has_curvature:
+                why = "the model output of the task is its loss. Rank the rows by scores.self_influence()."
+            raise StateError(f"Every row has the same q, because {why}")
         return errors.astype(np.float32)
 
     def _train_column(self, name: str) -> NDArray[np.float32]:

@@ -811,5 +811,12 @@ def test_a_task_whose_output_is_its_loss_says_nothing_of_labels():
 
     made = attributor(model=nn.Linear(3, 1), task=loss)
     made.featurize(TensorDataset(torch.randn(10, 3), torch.randn(10, 1)))
-    with pytest.raises(StateError, match=r"the same q, because .*self_influence"):
+    with pytest.raises(StateError, match=r"the same q, because .*is its loss.*self_influence"):
+        made.label_suspicion()
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    made = attributor(model=model)
+    made.featurize(TensorDataset(torch.randn(10, 3), torch.arange(10) % 2))
+    with pytest.raises(StateError, match="the same q, because the model gives all rows the same error"):
         made.label_suspicion()

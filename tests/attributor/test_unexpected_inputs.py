@@ -51,6 +51,12 @@ def exported():
     return torch.export.export(net().eval(), (X,)).module()
 
 
+def expanded():
+    model = nn.Linear(4, 3)
+    model.bias = nn.Parameter(torch.zeros(1).expand(3))
+    return model
+
+
 def with_input(row, value):
     x = X.clone()
     x[row] = value
@@ -96,7 +102,7 @@ def linear(call, batch):
 
 def times(constant, dtype):
     """A task whose gradients have the size of a constant."""
-    model = nn.Linear(4, 3, dtype=torch.float64 if abs(np.log10(constant)) > 50 else None)
+    model = nn.Linear(4, 3, bias=False, dtype=torch.float64 if abs(np.log10(constant)) > 50 else None)
     return {
         "model": model,
         "dtype": dtype,
@@ -138,6 +144,7 @@ def sparse(samples):
         (r"2 parameters.*'1.weight'", {"model": OPEN}),
         ("lazy module before", {"model": nn.LazyLinear(3)}),
         ("torch finds no CUDA GPU", {"device": "cuda"}),
+        ("Entries of 'bias' share memory, because it is expanded", {"model": expanded()}),
         *((r"normalize must be 'none', 'unit', clip\(C\)", {"normalize": n}) for n in ("clip", 2.0, clip)),
     ],
 )
@@ -221,6 +228,12 @@ ROW_9 = r"^Row 9 of the train data: .*99"
             PrecisionError,
         ),
         ("^float32 cannot hold.*of it. Multiply", TRAIN, times(1e-200, "float32"), PrecisionError),
+        (
+            r"targets\[0\] is 1e\+39. Expected a finite number of torch.float32",
+            TensorDataset(X, torch.full((N,), 1e39, dtype=torch.float64)),
+            {"model": nn.Linear(4, 1), "task": "regression"},
+            InvalidInputError,
+        ),
         ("meta device.*Load the values", TensorDataset(X.to("meta"), Y), {}, InvalidInputError),
         (r"tuple of arrays.*TensorDataset", ARRAYS, {}, InvalidInputError),
         (r"list of arrays.*TensorDataset", [*ARRAYS], {}, InvalidInputError),
@@ -233,6 +246,16 @@ def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(tmp_path, said, 
 
     if "batch_size" not in settings:  # row 9 is in the third batch
         assert contents(tmp_path) == {}
+
+
+def test_products_beyond_float32_are_not_said_to_be_of_the_model():
+    made = attributor(**times(1e30, "float32"))
+    made.featurize(TRAIN)
+    with pytest.raises(NonFiniteError, match=r"scores is NaN or .* products of rows, these are too large"):
+        made.score(TRAIN, "all")
+    small = made.score(TensorDataset(X * 1e-30, Y), "small")
+    with pytest.raises(NonFiniteError, match=r"self-influence of rows \[0, 1, 2, 3, 4\] is beyond float32"):
+        small.self_influence()
 
 
 @pytest.mark.parametrize(

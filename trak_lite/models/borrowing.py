@@ -86,6 +86,17 @@ def refuse_without_values(model: Any) -> None:
             f"its first pass), the first of them {empty[0]!r}. Load them first: model.to_empty(device='cpu'), then "
             "model.load_state_dict(...)."
         )
+    expanded = [
+        name
+        for name, tensor in _tensors(model).items()
+        if tensor.layout == torch.strided
+        and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    ]
+    if expanded:
+        raise InvalidInputError(
+            f"Entries of {expanded[0]!r} share memory, because it is expanded: its values cannot be put back. Make it "
+            "a copy: tensor.contiguous()."
+        )
     if any(tensor.is_inference() for tensor in _tensors(model).values()):
         raise InvalidInputError(
             "The model was made or loaded inside torch.inference_mode(), so that its parameters cannot be "

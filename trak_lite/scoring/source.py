@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.core.validate import some_of
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
 from trak_lite.linalg.products import self_scores
 from trak_lite.methods import AbstractMethod
@@ -245,7 +245,8 @@ class ScoreSource:
     def self_influence(self) -> NDArray[np.float32]:
         """Return the score of every train row for itself, ``(N,)``.
 
-        Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows.
+        Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows, and
+        :class:`NonFiniteError` if a product is beyond float32.
         """
         if row_kind(self.manifest) == "adam_update":
             raise InvalidInputError(
@@ -272,7 +273,15 @@ class ScoreSource:
             out_to_loss += q
         if self.method.q == "outside":
             total *= out_to_loss / len(self.train)
-        return total.astype(np.float32)
+        with np.errstate(over="ignore"):
+            found: NDArray[np.float32] = total.astype(np.float32)
+        beyond = np.flatnonzero(~np.isfinite(found))
+        if beyond.size:
+            raise NonFiniteError(
+                f"The self-influence of rows {beyond[:5].tolist()} is beyond float32: products of their features are "
+                "too large. Multiply f by a constant, so that its gradients are smaller."
+            )
+        return found
 
     def _metric_rows(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield some train rows, and these multiplied by (H + lambda I)^-1, ``(rows, K)``, for each checkpoint.
