@@ -369,7 +369,7 @@ class HostRows:
     """Columns of one batch, on their way to the host: they are waited for once, by :meth:`put`."""
 
     def __init__(self, found: ComputedRows, spec: TableSpec) -> None:
-        self._found = found
+        self._found, self.sums = found, np.zeros((2, 1))
         features, terms = found.features, found.terms
         self.column = next(column for column in spec.columns if column.name == FEATURES)
         stored, norms, lost = _in_storage_dtype(features, self.column)
@@ -433,7 +433,8 @@ class HostRows:
                 f"{dtype} cannot hold the features of rows {numbers[wrong][:5].tolist()}: row {numbers[first]} has "
                 f"norm {norms[first]:.3g} and {loss}. {advice}"
             )
-        self.sums = squares_and_losses(measured, values[FEATURES][: len(measured)], self.column)
+        if len(measured):
+            self.sums = squares_and_losses(measured, values[FEATURES][: len(measured)], self.column)
         try:
             write(rows, values)
         except StateError as error:
