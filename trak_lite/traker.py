@@ -51,6 +51,7 @@ from trak_lite.gradient_computers import (
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
+from trak_lite.linalg.products import product_dtype
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models._adapters import changed_parameters, parameter_versions
@@ -386,8 +387,8 @@ class TRAKer:
             terms = []
             for kernels, rows, table in zip(self._kernels(ids), train, targets, strict=True):
                 features = torch.from_numpy(table.read(tables.FEATURES)).to(self.device)
-                solved = precondition(features, kernels, layout=self._layout).float()
-                terms.append(ScoreTerm(rows, solved / len(ids)))
+                solved = precondition(features, kernels, layout=self._layout)
+                terms.append(ScoreTerm(rows, solved.to(self._product_dtype(kernels)) / len(ids)))
             with self._locks_for_success_only():
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
         self.scores = scores.read(tables.SCORES)
@@ -618,6 +619,14 @@ class TRAKer:
 
     def _grams(self) -> Grams:
         return Grams(self._workspace.store(), self._kernel, self._layout, self.device, stores_all=True)
+
+    def _product_dtype(self, kernels: Iterable[SegmentKernel]) -> torch.dtype:
+        """Return the dtype of targets that were multiplied by the inverses of the kernels."""
+        if not self.lambda_reg:
+            return torch.float32
+        rank = min(self.train_set_size, self.proj_dim)
+        traces = (float(k.factor.square().sum()) - k.width * k.lambda_reg for k in kernels)
+        return product_dtype([self.lambda_reg], max(traces), rank=rank, device=self.device)
 
     def _kernels(self, ids: Iterable[int]) -> Iterator[list[SegmentKernel]]:
         """Yield the kernels of every id, one per segment; at the end warn of pseudo-inverses, once per id."""

@@ -154,6 +154,18 @@ def test_a_path_of_dampings_equals_separate_solves(made, name, layout):
     close(path.rows([3, 19]), path.numpy()[:, [3, 19]])
 
 
+@pytest.mark.parametrize("copies", [1, 10])
+@pytest.mark.parametrize("damping", [1e-3, 1e-7])
+def test_a_small_damping_costs_no_digits_where_the_rows_do_not_span_the_features(copies, damping):
+    """The part of a target that is orthogonal to all rows is divided by lambda, and has products of zero."""
+    rows = cases.drawn(num_rows=2)
+    rows = rows.part(rows=np.tile([0, 1], copies))
+    scores = rows.scores(cases.METHODS["GaussNewton"](damping=damping, layout="joint"))
+    expected = cases.with_q(cases.checkpoint_products(rows, damping=damping, joint=True), rows, "outside")
+    for found in (scores.numpy(), scores.damping_path([damping]).numpy()[0]):
+        close(found, expected, 2e-6 * np.abs(expected).max())
+
+
 def test_a_path_answers_for_one_target_and_for_the_best_rows(made):
     scores = cases.scores_of(made, cases.drawn().targets)
     path, some = scores.damping_path([0.1, 10]), scores.damping_path([0.1, 10], targets=slice(None, None, 2))

@@ -394,8 +394,10 @@ def test_fewer_rows_than_features_without_lambda_give_scores_that_mean_something
     caplog.clear()
     again = make_traker(tmp_path / "forth", train_set_size=count)
     np.testing.assert_array_equal(again.finalize_scores("test"), found[0])
-    finished(make_traker(tmp_path / "damped", train_set_size=count, lambda_reg=0.1), states, few)
+    traker = finished(make_traker(tmp_path / "damped", train_set_size=count, lambda_reg=1e-6), states, few)
     assert caplog.text == ""
+    expected = scores_of_pseudo_inverses(traker, 2)
+    np.testing.assert_allclose(traker.scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_features_that_are_all_zero_are_refused(tmp_path):

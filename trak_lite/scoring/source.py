@@ -19,7 +19,7 @@ from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
-from trak_lite.linalg.products import self_scores
+from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
@@ -122,6 +122,9 @@ class ScoreSource:
         if self._grams is not None:
             self._grams.make(self.train, self.ranks)
         terms = []
+        dtype = (
+            self.product_dtype() if self._grams is None else self.product_dtype(self._grams.settings.damping)
+        )
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
             if self._grams is None:
@@ -133,7 +136,7 @@ class ScoreSource:
                     rows = precondition(rows, self._kernels(table, self._grams), layout=self.layout)
                 solved = rows.to(wide_dtype(self.device))
                 self.ranks.send_to_all(solved)
-            terms.append(ScoreTerm(table, (solved * weight).float(), self._transform))
+            terms.append(ScoreTerm(table, (solved * weight).to(dtype), self._transform))
         return terms
 
     def gram_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -180,8 +183,13 @@ class ScoreSource:
                 num_rows=self.num_rows,
                 settings=self._grams.settings,
             )
-            terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
+            terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).to(self.product_dtype(*dampings))))
         return terms
+
+    def product_dtype(self, *dampings: float | None) -> torch.dtype:
+        """Return the dtype of targets that were multiplied by (H + lambda I)^-1 at these dampings."""
+        width = max(segment.width for segment in self.layout.segments)  # the trace in units of the damping
+        return product_dtype(dampings, width, rank=min(self.num_rows, width), device=self.device)
 
     def tiles(
         self,
