@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trak_lite.core.devices import float64_device, in_float64
 from trak_lite.data.batches import with_fields
-from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless
+from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless, refuse_invalid
 from trak_lite.types import Batch, OutputTerms
 
 UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
@@ -124,8 +124,22 @@ def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
 
 @torch.no_grad()
 def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
-    """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
+    """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``.
+
+    Means so large that their dtype would round the noise to steps raise InvalidInputError, or give NaN where values
+    are not read.
+    """
+    largest = 0.5 / torch.finfo(means.dtype).eps
+    valid = (means.abs() <= largest) | ~means.isfinite()
+    refuse_invalid(
+        valid,
+        means,
+        what="predictions",
+        expected=f"at most {largest:.2g} in size: a label is drawn around it with a variance of 1, and {means.dtype} "
+        "rounds a larger one to steps. Standardise the targets, use a model in float64, or a method that draws no "
+        "labels (GaussNewton, EKFAC(fisher='curvature') or EKFAC(fisher='empirical'))",
+    )
     drawn = noise(means.shape[1:]).to(float64_device(means.device))
     # Cast first, then move: the means' device may not support float64.
     values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype).to(means.device)
-    return values
+    return values * nan_unless(valid, values)
