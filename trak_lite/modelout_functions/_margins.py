@@ -33,10 +33,11 @@ UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 """``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
 
 
-def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
+def class_margins(logits: Tensor, labels: Tensor, *, unused: Tensor | None = None) -> Tensor:
     r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis of logits ``(..., C)``, for int64 labels.
 
-    A label out of range gives NaN in the margin and in its gradient.
+    A label out of range gives NaN in the margin and in its gradient. Where ``unused``, of the labels' shape, is true,
+    the result is some number, finite also if the label's logit is minus infinity.
 
     Example:
         >>> class_margins(torch.tensor([[1e4, 9998.0]]), torch.tensor([0]))
@@ -46,7 +47,11 @@ def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
     # An index out of range is a fatal CUDA error, so clamp it here and set the result to NaN below.
     index = labels.clamp(0, count - 1).unsqueeze(-1)
     # Subtract the label's logit before logsumexp, not after: a large common offset then costs no precision.
-    rivals = logits - logits.gather(-1, index)
+    own = logits.gather(-1, index)
+    if unused is not None:
+        # A zero gradient times that of a margin that is not finite would be NaN.
+        own, index = own.masked_fill(unused.unsqueeze(-1), 0.0), index.masked_fill(unused.unsqueeze(-1), -1)
+    rivals = logits - own
     is_label = torch.arange(count, device=logits.device) == index
     margins = -rivals.masked_fill(is_label, -torch.inf).logsumexp(-1)
     return margins * nan_unless((labels >= 0) & (labels < count), margins)
