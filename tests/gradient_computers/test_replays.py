@@ -275,6 +275,12 @@ def split_by_a_tensor(x):
     return torch.zeros(len(x), 1).index_fill(0, positive, 1.0) > 0
 
 
+def writes_by_a_list(x):
+    found = torch.zeros_like(x)
+    found[:, [x.argmax() * 0]] = 1.0
+    return found > 0
+
+
 def in_a_thread(x):
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: x > 0).result()
@@ -345,6 +351,12 @@ NOT_REPLAYED = {
     "reads by DLPack": lambda: doubles(lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)) > 0),
     "reads by DLPack of another name": lambda: doubles(lambda x: torch.from_dlpack(exported(x)) > 0),
     "reads scalars in a list": lambda: doubles(lambda x: torch.tensor(list(x[:, 0]))[:, None] > 0),
+    "reads entries of a list": lambda: doubles(lambda x: torch.BoolTensor(list(x > 0))[:, None].to(x.device)),
+    "reads scalars in a queue": lambda: doubles(
+        lambda x: torch.tensor(collections.deque(x[:, 0]), device=x.device)[:, None] > 0
+    ),
+    "indexes by a list": lambda: doubles(lambda x: x.new_ones(len(x), 2)[:, [(x > 0).all().long()]] > 0),
+    "writes by a list": lambda: doubles(writes_by_a_list),
     "makes a parameter": lambda: doubles(lambda x: nn.Parameter(x) > 0),
     "applies Python": lambda: doubles(lambda x: x.apply_(abs) > 0),
     "splits by a tensor": lambda: doubles(split_by_a_tensor),

@@ -481,7 +481,7 @@ class Replays:
             error = SelfCheckError(
                 f"{type(computer.model).__name__} or its task gave other rows than the operations that it ran in an "
                 "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
-                "cache, a global value). Expected rows that depend on the sample and the weights only."
+                "cache, a global value), or Python read a value of the batch unseen. Expected rows that depend on the sample and the weights only."
             )
             for known in self._kinds.values():
                 known.forget_replays()
