@@ -48,6 +48,7 @@ _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.Built
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _UNSEEN_READS: Final = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see."""
+_UNSEEN_IN_SCRIPTS: Final = ("prim::tolist", "aten::format", "aten::tensor_split")
 _IS_OWN: Final = weakref.WeakKeyDictionary[type, bool]()
 """Whether a class of modules, or a base of it, is not torch's."""
 _CONTAINERS: Final = frozenset({dict, types.MappingProxyType, list, tuple, set, frozenset, deque, np.ndarray})
@@ -253,7 +254,7 @@ class Outside:
         return names
 
     def values(self) -> tuple[Any, ...] | None:
-        """Return the values as they are now, and their types; ``None`` if one is of another kind or elsewhere."""
+        """Return the values as they are now, and their texts; ``None`` if one is of another kind or elsewhere."""
         if any(namespace.get(name) is not owner for namespace, name, owner in self._owners.values()):
             return None
         if not self._getters:
@@ -269,8 +270,8 @@ class Outside:
         found += [namespace.get(name, _ABSENT) for namespace, name in self._absent.values()]
         found += [variable.get(None) for variable in self._variables]
         if len(self._last) != 2 * len(found) or not all(map(operator.is_, found, self._last)):
-            kinds = [*map(type, found)]  # 1, 1.0 and True are equal
-            self._last = (*found, *kinds) if _COMPARED.issuperset(kinds) else ()
+            texts = map(repr, found)  # 1, 1.0 and True are equal, and 0.0 and -0.0
+            self._last = (*found, *texts) if _COMPARED.issuperset(map(type, found)) else ()
         return self._last if self._last or not found else None
 
 
@@ -306,7 +307,10 @@ class _UnseenError(Exception):
 
 
 def _reads_unseen(value: Any) -> bool:
-    """Whether it is a function that reads values where no mode of torch sees it, or TorchScript with ``tolist``."""
+    """Whether it is a function that reads values where no mode of torch sees it, or TorchScript with ``tolist``.
+
+    Or TorchScript with another operation that reads so.
+    """
     if isinstance(value, types.BuiltinFunctionType):
         return value.__name__ in _UNSEEN_READS
     code: list[Any] = []
@@ -314,7 +318,7 @@ def _reads_unseen(value: Any) -> bool:
         code = [value]
     elif isinstance(value, torch.jit.ScriptModule):
         code = [value._c._get_method(name) for name in value._c._method_names()]
-    return any(one.inlined_graph.findAllNodes("prim::tolist") for one in code)
+    return any(one.inlined_graph.findAllNodes(kind) for one in code for kind in _UNSEEN_IN_SCRIPTS)
 
 
 def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ on the schedule of the self-check and after the last batch. On CUDA, short opera
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
 import time
@@ -481,7 +482,8 @@ class Replays:
             error = SelfCheckError(
                 f"{type(computer.model).__name__} or its task gave other rows than the operations that it ran in an "
                 "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
-                "cache, a global value), or Python read a value of the batch unseen. Expected rows that depend on the sample and the weights only."
+                "cache, a global value), or Python read a value of the batch unseen. Expected rows that depend on the "
+                "sample and the weights only."
             )
             for known in self._kinds.values():
                 known.forget_replays()
@@ -563,7 +565,9 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
         if isinstance(value, Tensor):
             leaves.append(value)
             flags.append("tensor")
-            return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+            # Torch leaves out operations on zero tensors before a recording sees them.
+            is_plain = type(value) is Tensor and value.layout == torch.strided
+            return is_plain and not (value.requires_grad or value._is_zerotensor())
         parts: Sequence[Any] | None = None
         if isinstance(value, Mapping):
             parts, names = [*value.values()], [*value]
@@ -579,7 +583,8 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             flags.append((type(value), *names, *beside))
             return all(map(walk, parts)) and all(map(walk_beside, beside.values()))
         flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
-        return value is None or isinstance(value, bool | int | float | str)
+        has_more = hasattr(value, "__dict__") and not isinstance(value, enum.Enum)  # attributes
+        return value is None or (isinstance(value, bool | int | float | str) and not has_more)
 
     def walk_beside(value: Any) -> bool:
         known = next((place for place, leaf in enumerate(leaves) if leaf is value), None)

@@ -40,6 +40,8 @@ _READS = {
     torch.ops.aten._nested_tensor_from_mask_left_aligned.default,
     torch.ops.aten.allclose.default,
     torch.ops.aten.equal.default,
+    torch.ops.aten.q_scale.default,
+    torch.ops.aten.q_zero_point.default,
 }
 """Operations that return values of tensors to Python."""
 _SAME = {
@@ -137,7 +139,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made:
             gc.collect()  # graphs of autograd, which hold tensors as a traced module holds its own
         gc.unfreeze()
-        if any(tensor._use_count() == 1 for tensor in made):  # type: ignore[attr-defined]
+        bases = [id(view._base) for view in self._held.values()]  # each holds the tensor once more
+        if any(tensor._use_count() - bases.count(id(tensor)) == 1 for tensor in made):  # type: ignore[attr-defined]
             self.refuse("it reads a tensor that was made where operations are not seen, as in another thread")
 
     def _is_unknown(self, number: int) -> bool:
