@@ -42,10 +42,11 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.replays import Replays, _close, _leaves_of
 from trak_lite.gradient_computers.tape import Tape
-from trak_lite.modelout_functions import resolve_task
+from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.select import select_projector
+from trak_lite.types import OutputTerms
 
 NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
@@ -394,8 +395,8 @@ NOT_REPLAYED = {
 class Run:
     """Streams batches through one computer, and counts how often the pass itself runs."""
 
-    def __init__(self, model, **settings):
-        self.computer = HookGradientComputer(model, TASK, **settings)
+    def __init__(self, model, task=TASK, **settings):
+        self.computer = HookGradientComputer(model, task, **settings)
         self.passes, self.to_come = 0, math.inf
 
     def __call__(self, batch):
@@ -420,8 +421,8 @@ def batches(count=NUM_BATCHES, size=4):
         yield x, torch.randint(3, (size,), generator=generator)
 
 
-def reference(model, batch):
-    grads = collect_gradients(IterativeGradientComputer(model, TASK, self_check=False), batch)
+def reference(model, batch, task=TASK):
+    grads = collect_gradients(IterativeGradientComputer(model, task, self_check=False), batch)
     return torch.cat([grad.flatten(1) for grad in grads.values()], 1)
 
 
@@ -523,6 +524,11 @@ WEIGHTS = {
 }
 
 
+def renames_a_buffer(model):
+    model.register_buffer("gain", model.loss)
+    del model.loss
+
+
 def overrides(model):
     del Bare.marker
     Bare.gain = lambda self: 6.0
@@ -536,6 +542,17 @@ CHANGES = {
     "frozen": put("last.weight.requires_grad", lambda old: False),
     "a hook": lambda model: model.first.register_forward_hook(lambda module, args, result: result * 7),
     "a module": put("first", lambda old: nn.Linear(5, 7)),
+    "an alias of a module": lambda model: setattr(model, "head", model.layers[1]),
+    "a name of a module": lambda model: operator.setitem(model.named, "gain", model.named.pop("loss")),
+    "a name of a buffer": renames_a_buffer,
+    "a layer once more": lambda model: model.extras.append(model.extra),
+    "a shape at the same place": put("table.data", lambda old: old[:1]),
+    "a module in a list": lambda model: setattr(model.held["modules"][0], "value", 6.0),
+    "a distribution": put("prior.scale", lambda old: old * 6),
+    "a dict of its class": lambda model: OfClass.settings.update(scale=6.0),
+    "an object of its class": lambda model: vars(OfClass.more).update(scale=6.0),
+    "other data of a tensor": put("shift.data", lambda old: old + 1),
+    "a tensor of inference": torch.inference_mode()(lambda model: model.frozen.fill_(6.0)),
     "an array": lambda model: operator.setitem(model.held["array"], 0, 6.0),
     "an array of objects": lambda model: operator.setitem(model.held["objects"], 0, 6.0),
     "an array of Python": lambda model: operator.setitem(model.held["numbers"], 0, 6.0),
@@ -563,6 +580,7 @@ CHANGES = {
 
 class OfClass(Net):
     offset = 1.0
+    settings, more = {"scale": 1.0}, types.SimpleNamespace(scale=1.0)
 
     def gain(self):
         return 1.0
@@ -613,6 +631,7 @@ def held():
         "subclass": Named(),
         "partial": functools.partial(lambda by: by["scale"], by={"scale": 1.0}),
         "lists": [[[[[1.0]]]]],
+        "modules": [nn.Threshold(0.0, 1.0)],
     }
 
 
@@ -620,7 +639,7 @@ def product_of(held):
     """Return the product of the numbers."""
     firsts = [held[name][0] for name in ("array", "objects", "numbers", "bytes", "deque")]
     firsts += [6.0 if "gain" in held["named"] else 1.0, 6.0 if hasattr(held["object"], "gain") else 1.0]
-    firsts += [held["mangled"].get(), held["subclass"].scale, held["partial"]()]
+    firsts += [held["mangled"].get(), held["subclass"].scale, held["partial"](), held["modules"][0].value]
     return math.prod(
         [*map(float, firsts), held["slots"].calls, held["list"][300], held["lists"][0][0][0][0][0]]
     )
@@ -630,8 +649,12 @@ def product_of(held):
 def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatch):
     def changing(s, x):
         x = s.logits(x) * s.scale * s.config["layers"][0].scale * s.gain() * s.cached() * product_of(s.held)
-        x = x * s.offset
+        x = x * s.offset * s.settings["scale"] * s.more.scale * s.prior.scale * len(s.table)
+        x = x * s.shift.exp() * s.frozen.mul(2.0)
+        x = x * math.prod(6.0 if "gain" in held else 1.0 for held in (s.named, dict(s.named_buffers())))
         x = x * (6.0 if "gains" in vars(s) else 1.0)
+        for extra in (s.head, s.extra, *s.extras):
+            x = torch.tanh(extra(x))
         for layer in s.layers:
             x = torch.tanh(layer(x))
         return x
@@ -640,8 +663,22 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatc
     config = {"layers": [types.SimpleNamespace(scale=1.0)]}
     for name in ("gain", "cached", "offset"):
         monkeypatch.setattr(OfClass, name, vars(OfClass)[name])  # back after the test
+    monkeypatch.setattr(OfClass, "settings", {"scale": 1.0})
+    monkeypatch.setattr(OfClass, "more", types.SimpleNamespace(scale=1.0))
+    with torch.inference_mode():
+        frozen = torch.ones(3)
+    tensors = {
+        "shift": torch.zeros(3),
+        "frozen": frozen,
+        "prior": torch.distributions.Normal(0.0, torch.ones(3)),
+    }
+    modules = {"layers": layers, "head": layers[0], "named": nn.ModuleDict({"loss": nn.Identity()})}
+    modules |= {"extra": (tanh := nn.Tanh()), "extras": nn.ModuleList([tanh])}
+    buffers = {"table": torch.ones(2), "loss": torch.ones(3)}
     model, run = replaying(
-        lambda: Bare(changing, scale=1.0, config=config, layers=layers, held=held(), losses=1.0)
+        lambda: Bare(
+            changing, scale=1.0, config=config, held=held(), losses=1.0, buffers=buffers, **tensors, **modules
+        )
     )
     assert run.passes < 10
     change(model)
@@ -652,6 +689,45 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatc
         Bare.marker = 1
         if "gain" in vars(Bare):
             del Bare.gain
+
+
+class Task(AbstractModelOutput):
+    """A task that is a class, with factors in all places."""
+
+    factor = 1.0
+
+    def __init__(self):
+        self.settings, self.factors = types.SimpleNamespace(factor=1.0), {"own": 1.0}
+        self.teacher = nn.Threshold(0.0, 1.0)
+
+    def evaluate(self, call, batch):
+        factor = (
+            self.factor * self.settings.factor * self.factors["own"] * self.teacher.value * SETTINGS.factor
+        )
+        output = call(batch[0]).sum(1) * factor * FACTOR
+        return OutputTerms(output, torch.ones_like(output).detach(), torch.zeros_like(output).detach())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda task, put: put.setattr(Task, "factor", 2.0),
+        lambda task, put: put.setattr(task.settings, "factor", 2.0),
+        lambda task, put: put.setitem(task.factors, "own", 2.0),
+        lambda task, put: put.setattr(task.teacher, "value", 2.0),
+        lambda task, put: put.setattr(SETTINGS, "factor", 2.0),
+        lambda task, put: put.setitem(globals(), "FACTOR", 2.0),
+    ],
+    ids=["class", "object", "dict", "module", "settings", "global"],
+)
+def test_a_change_of_a_task_that_is_a_class_counts_at_once(change, monkeypatch):
+    task, model = Task(), made(Net)
+    run = Run(model, task)
+    for number, batch in enumerate(batches(13)):
+        if number == 10:
+            assert run.passes < 10
+            change(task, monkeypatch)
+        torch.testing.assert_close(run(batch)[0], reference(model, batch, task))
 
 
 class Settings:
@@ -1185,10 +1261,6 @@ KINDS_OF_BATCHES = {
     "quantized": (
         lambda x, late: {"x": x, "q": torch.quantize_per_tensor(x, 0.5 if late else 0.2, 0, torch.qint8)},
         lambda batch: batch["q"].q_scale(),
-    ),
-    "zeros": (
-        lambda x, late: {"x": x, "z": x.clone() if late else torch._efficientzerotensor(x.shape)},
-        lambda batch: 1 + batch["z"].mul(0.1).sum(1, keepdim=True),
     ),
 }
 

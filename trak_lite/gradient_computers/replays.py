@@ -123,8 +123,8 @@ class _Kind:
     seconds: float = float("inf")
     """Shortest pass after the first, whose plan has to be made."""
     recording: Recording | None = None
-    constants: Sequence[tuple[Tensor, int | None]] = ()
-    """Tensors that the recording takes to be unchanged, and their versions; a training may change them in place."""
+    constants: Sequence[tuple[Tensor, int | None, int]] = ()
+    """Tensors that the recording takes to be unchanged, their versions and places; a training may change them."""
     graph: Callable[..., list[Tensor]] | None = None
     """Runs in place of the recording."""
     may_be_captured: bool = True
@@ -152,7 +152,10 @@ class _Kind:
         self.rows.clear()
 
     def has_other_constants(self) -> bool:
-        return any(version_of(tensor) != version for tensor, version in self.constants)
+        return any(
+            version_of(tensor) != version or tensor.data_ptr() != place
+            for tensor, version, place in self.constants
+        )
 
 
 @final
@@ -420,7 +423,7 @@ class Replays:
             )
         try:
             kind.recording = tape.finish(found)
-            kind.constants = [(tensor, version_of(tensor)) for tensor in tape.constants()]
+            kind.constants = [(one, version_of(one), one.data_ptr()) for one in tape.constants()]
         except UnrecordableError as error:
             self._refuse(kind, computer, str(error))
         else:
@@ -565,9 +568,7 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
         if isinstance(value, Tensor):
             leaves.append(value)
             flags.append("tensor")
-            # Torch leaves out operations on zero tensors before a recording sees them.
-            is_plain = type(value) is Tensor and value.layout == torch.strided
-            return is_plain and not (value.requires_grad or value._is_zerotensor())
+            return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
         parts: Sequence[Any] | None = None
         if isinstance(value, Mapping):
             parts, names = [*value.values()], [*value]

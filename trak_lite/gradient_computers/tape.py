@@ -242,7 +242,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roots[number] = self._memory.setdefault(storage, number)
         if storage in self._made or self._roots[number] < min(number, self._num_inputs):
             self.refuse("a tensor of the batch is given another identity without an operation")
-        self._varies[self._roots[number]] |= varies
+        self._varies[self._roots[number]] |= varies or tensor.is_inference()  # has no version
         self._constants[number] = tensor
         self._anchored.add(number)
         return number
