@@ -19,11 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.data.batches import flatten_batch, take_rows, undivided
-from trak_lite.data.datasets import RowNumbers
+from trak_lite.core.devices import full_float32
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.random import row_noise
+from trak_lite.data.batches import flatten_batch, rows_in_batches, take_rows, undivided
+from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
+    ManifestMismatchError,
     NonFiniteError,
     TrakLiteError,
     UnsupportedModelError,
@@ -56,6 +60,9 @@ _SCALE_BITS: Final = 2.0**-15
 _STEPS: Final = {"int8": 127, "int4": 7}
 _HALF_SPACING: Final = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 0.0)}
 """Relative and absolute rounding of a stored entry."""
+_DRAWN: Final = "with drawn labels, "
+_OF_FIT: Final = (*OutputTerms._fields, *(f"{_DRAWN}{name}" for name in OutputTerms._fields))
+"""What of a train row is noted beside a fit."""
 
 Values = Mapping[str, NDArray[Any]]
 
@@ -253,6 +260,62 @@ def differences(
         if wrong:
             differing[place] = wrong
     return differing
+
+
+def compared_terms(
+    stored: NDArray[np.float64] | None,
+    model: nn.Module,
+    task: AbstractModelOutput,
+    rows: Rows,
+    device: torch.device,
+    *,
+    seed: int | None,
+    label: str,
+) -> NDArray[np.float64]:
+    """Return f, q and w of a few train rows, with a ``seed`` also for labels drawn from the model, ``(3 or 6, n)``.
+
+    Raises:
+        ManifestMismatchError: If they differ from the ``stored`` ones, which were noted when a fit began.
+    """
+    wanted = spread_rows(len(rows), PROBED_ROWS)
+    plan = rows_in_batches(wanted, rows.batch_size)
+    batches = [batch for part in plan for _, batch in rows.moved(part, device)]
+
+    def terms(numbers: RowNumbers, batch: Batch) -> NDArray[np.float64]:
+        call = ModelCall(model)
+        with torch.enable_grad(), passes_undone(model), full_float32(device):
+            found = [*task.evaluate(call, batch)]
+            if seed is not None:
+                with torch.no_grad():
+                    drawn = task.sample_labels(call, batch, row_noise(numbers, seed=seed, draw=0))
+                found += task.evaluate(call, drawn)
+        return torch.stack([term.detach().cpu().double() for term in found]).numpy()
+
+    def alone(place: int) -> Computed:
+        group, at = divmod(place, len(plan[0]))
+        return named(terms(wanted[place : place + 1], take_rows(batches[group], [at])))
+
+    def named(values: NDArray[np.float64]) -> Computed:
+        return Computed(dict(zip(_OF_FIT, values, strict=False)), values[0])
+
+    now = np.concatenate([terms(*pair) for pair in zip(plan, batches, strict=True)], 1)
+    if stored is None:
+        return now
+    columns = tuple(Column(name, None, "float32") for name in _OF_FIT[: len(now)])
+    rounding = rounding_of(model, device)
+    differing = differences(DoneRows(wanted, named(stored).values, columns), named(now), alone, rounding)
+    texts = [text for found in differing.values() for text in found]
+    # Rounding may change a single drawn label.
+    if len(differing) > 1 or any(not text.startswith(_DRAWN) for text in texts):
+        place, quantities = next(iter(differing.items()))
+        raise ManifestMismatchError(
+            f"{label}: row {wanted[place]} of {rows.what} differs from what it was when the stored fit was made: "
+            f"{', '.join(quantities)} (allowed rounding: {rounding:g}; {len(differing)} of {len(wanted)} compared rows "
+            "differ). Something that the fit depends on has changed: the samples, the model's code, attributes or "
+            "unsaved buffers, the task, or how it draws labels. Undo the change, use another path, or give the method "
+            "another seed, which makes a new fit."
+        )
+    return now
 
 
 def _spread(rows: RowNumbers, most: int) -> RowNumbers:

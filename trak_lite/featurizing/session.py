@@ -59,6 +59,7 @@ from trak_lite.run.tables import (
     checkpoint_tables,
     model_id_for,
     model_id_of,
+    num_train_rows,
     table_path,
 )
 from trak_lite.run.workspace import FirstRows, Workspace
@@ -474,6 +475,11 @@ class FeaturizingSession:
             )
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
+        else:
+            known = self.run.train if rows is None else rows
+            # Another process may have appended rows.
+            if known is not None and len(known) == num_train_rows(self.store.manifest):
+                fits.check(digest, known, device, label=f"The curvature of {label}")
         curvature = fits.curvature(digest, device)
         share, absolute = method.kronecker_share, method.absolute
         preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute, share=share)
