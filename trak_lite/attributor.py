@@ -511,7 +511,7 @@ class Attributor:
                 be fitted and this attributor has not featurized the train data.
             ManifestMismatchError: If other targets or checkpoints were scored under this name, or recomputed rows of
                 targets, or of copies of train data, differ from the stored ones because the targets or the model
-                changed.
+                changed. Or if a file, or the model itself, has other weights than another attributor featurized.
             SingularKernelError: If the kernel is singular at the method's damping.
             RankError: If another rank of a distributed run failed, or makes another call.
         """

@@ -282,6 +282,34 @@ def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path, in_file):
     assert featurized(1).score(TRAIN, name="again").settings["checkpoints"] == 1
 
 
+@pytest.mark.parametrize("kind", ["model", "file", "file of a loader", "state dict"])
+def test_stored_scores_are_not_returned_for_a_retrained_model(tmp_path, kind):
+    """Unless nothing says that it is another model: state dicts are gone, and a loader reads something else."""
+    files, saved = [tmp_path / "a.pt", tmp_path / "b.pt"], "file" in kind
+
+    def saved_again(seed):
+        if saved:
+            torch.save({"model": net(seed).state_dict(), "ema": net(2).state_dict()}, files[-1])
+        return attributor(net(seed), tmp_path / "a.zarr")
+
+    torch.save(net(3).state_dict(), files[0])
+    made, loader = saved_again(0), None
+    if kind == "file of a loader":
+        files, loader = files[1:], lambda path: torch.load(path)["ema"]
+    weights = files if saved else net(3).state_dict() if kind == "state dict" else None
+    made.featurize(TRAIN, weights, checkpoint_loader=loader)
+    first = made.score(TRAIN).numpy()
+    np.testing.assert_array_equal(saved_again(0).score(TRAIN).numpy(), first)
+    other = saved_again(1)
+    if kind in ("model", "file"):
+        said = f"other weights of {'.*b.pt' if saved else 'the model itself'} already .*scores\\('targets'\\)"
+        with pytest.raises(ManifestMismatchError, match=said):
+            other.score(TRAIN)
+    else:
+        np.testing.assert_array_equal(other.score(TRAIN).numpy(), first)
+    np.testing.assert_array_equal(other.scores().numpy(), first)
+
+
 class Mixed(nn.Module):
     """Layers of two dtypes."""
 

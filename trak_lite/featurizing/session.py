@@ -244,36 +244,43 @@ class FeaturizingSession:
         self.ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
         known = checkpoint_tables(self.store) if self.workspace.exists else {}
-        self._refuse_replaced(checkpoint, digest, known)
+        self.run.featurized.add(digest)
+        self.refuse_replaced(
+            checkpoint,
+            digest,
+            known,
+            remedy="To keep both as checkpoints of one run, pass the weights: featurize(data, model.state_dict()).",
+        )
         return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
 
-    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str, known: TrainTables) -> None:
+    def refuse_replaced(
+        self, checkpoint: Checkpoint, digest: str, known: TrainTables, *, remedy: str
+    ) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
         If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
         State dicts are exempt, because they are named by their position only.
         """
-        own = self.run.featurized
-        own.add(digest)
-        if checkpoint.source is None and checkpoint.load is not None:
+        own, source = self.run.featurized, checkpoint.source
+        if digest in known or (source is None and checkpoint.load is not None):
             return
-        same = {"name": checkpoint.name, "source": checkpoint.source}
+        same = {"name": checkpoint.name, "source": None} if source is None else {"source": source}
         others = {}
         for other, table in known.items():
             if other not in self._origins:
                 self._origins[other] = {"source": None, **self.store.attributes(table_path(table))}
             if same.items() <= self._origins[other].items():
-                others[table_path(table)] = other in own
-        if digest in known or not others:
+                others[table_path(table)] = other
+        if not others:
             return
-        first = next(iter(others))
+        first, other = next(iter(others.items()))
+        name = self._origins[other].get("name")
         message = (
-            f"The store has other weights of {checkpoint.source or 'the model itself'} already ({', '.join(others)}, "
-            f"featurized as {checkpoint.name!r}), and scores are made with all checkpoints in it. For a retrained "
-            f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as "
-            "checkpoints of one run, pass the weights: featurize(data, model.state_dict())."
+            f"The store has other weights of {source or 'the model itself'} already ({', '.join(others)}, featurized "
+            f"as {name!r}), and scores are made with all checkpoints in it. For a retrained model use another path, or "
+            f"remove the old weights: drop_checkpoint({first!r}). {remedy}"
         )
-        if not all(others.values()) and not self.run.is_resumed:
+        if not own.issuperset(others.values()) and not self.run.is_resumed:
             raise ManifestMismatchError(message)
         warnings.warn(message, UserWarning, stacklevel=4)
 
@@ -291,6 +298,7 @@ class FeaturizingSession:
         model_id = next(iter(stages), model_id)
         of_capture = {CAPTURED: captured} if captured else {}
         attributes = {"name": checkpoint.name, "source": checkpoint.source}
+        attributes |= {"loader": "checkpoint_loader"} if checkpoint.has_loader else {}
         written = None
         while written is None:
             fingerprint = settings.row_fingerprint(model_id, digest, adam)
