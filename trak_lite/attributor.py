@@ -713,8 +713,9 @@ class Attributor:
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
-            ManifestMismatchError: If the scores are of the default method of another attributor, or of another task;
-                with ``dense=False`` also if the targets are not the same at every checkpoint.
+            ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
+                attributor, or of another task; with ``dense=False`` also if the targets are not the same at every
+                checkpoint.
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)
@@ -729,6 +730,7 @@ class Attributor:
 
         Raises:
             StateError: If rows are pending, or the store was made without norms.
+            ManifestMismatchError: If the store has other settings.
 
         Example:
             Clip the 10 % of the gradients with the largest norms:
@@ -761,6 +763,7 @@ class Attributor:
 
         Raises:
             StateError: If rows are pending, or if q is the same for all rows: the output of the task is its loss.
+            ManifestMismatchError: If the store has other settings.
 
         Example:
             >>> from torch.utils.data import TensorDataset
@@ -782,6 +785,7 @@ class Attributor:
         """Return a stored number of each train row for each checkpoint, ``(C, N)``."""
         columns = []
         with self._workspace.reading() as store:
+            self._workspace.compare(store.manifest, self._settings.manifest(None))
             for table in tables.complete_tables(store, None).values():
                 if name not in [column.name for column in table.spec.columns]:
                     raise StateError(

@@ -588,6 +588,9 @@ def test_a_store_of_other_settings_is_refused_naming_each_difference(stored):
         for call in (
             lambda: other.featurize(TRAIN, checkpoints=states()),  # noqa: B023
             lambda: other.score(TARGETS, name="new"),  # noqa: B023
+            lambda: other.scores("test"),  # noqa: B023
+            lambda: other.scores("test", dense=False),  # noqa: B023
+            other.label_suspicion,
         ):
             with pytest.raises(ManifestMismatchError, match=key):
                 call()

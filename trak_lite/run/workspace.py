@@ -108,7 +108,7 @@ class Workspace:
         try:
             if appended_to is not None:
                 self._take_up_appended_rows(self._store, appended_to)
-            self._compare(self._store.manifest)
+            self.compare(self._store.manifest, manifest)
         except StoreError:
             self.close()
             raise
@@ -233,9 +233,9 @@ class Workspace:
         added = given["dataset"]["num_rows"] - num_rows
         logger.info("Appended %d rows to the %d train rows.", added, num_rows)
 
-    def _compare(self, stored: Manifest) -> None:
-        """Compare the given settings with the stored ones; without a dataset, only the settings."""
-        given, compared = self._manifest.fingerprint, dict(stored.fingerprint)
+    def compare(self, stored: Manifest, manifest: Manifest) -> None:
+        """Raise if a manifest differs from that of the store; without a dataset, only its settings are compared."""
+        given, compared = manifest.fingerprint, dict(stored.fingerprint)
         if "dataset" not in given:
             compared.pop("dataset", None)
         keys = [key for key, *_ in differing_keys(compared, given)]
@@ -247,7 +247,7 @@ class Workspace:
             compare_fingerprints(compared, given, where=self.name, **remedy)
         except ManifestMismatchError as error:
             cause = _cause(keys)
-            cause = cause or _other_settings(stored, self._manifest)
+            cause = cause or _other_settings(stored, manifest)
             error = ManifestMismatchError(f"{cause}{error}")
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
@@ -255,7 +255,7 @@ class Workspace:
                     "switch the randomness off, or seed it with the index of the row. If it is the same data with "
                     "other bytes on another machine (another decoder), pass Rows(data, name=...) at every call."
                 ) from None
-            longer = 0 < num_train_rows(stored) < num_train_rows(self._manifest)
+            longer = 0 < num_train_rows(stored) < num_train_rows(manifest)
             if longer and "indices" in given["dataset"]:  # only the Attributor can append rows
                 raise ManifestMismatchError(
                     f"{error} If rows were appended to the same data, pass append=True."
