@@ -522,12 +522,13 @@ class TRAKer:
             normalization=Normalization(),
             divisor=self.normalize_factor,
         )
-        stored = cursor.done_rows(table.table, rows)
+        # The samples of targets are compared above.
+        stored = None if keys is not None and cursor.num_revisited else cursor.done_rows(table.table, rows)
         if stored is not None:
             remedy = "use another save_dir (for targets: another exp_name)"
             RowWork(table, passes, cursor.path, remedy=remedy).compare_with(stored)
-            cursor.is_compared = True
         pending = cursor.waiting[rows]
+        cursor.num_revisited += not pending.all()
         if not pending.any():
             return
         waiting = rows[pending]
@@ -655,13 +656,14 @@ class _Cursor:
         self.table: LazyTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
-        self.is_compared = False
+        self.num_revisited = 0
+        """Batches with done rows so far."""
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
     def done_rows(self, table: AbstractRowTable | None, rows: NDArray[np.int64]) -> DoneRows | None:
-        """Return a few done rows of ``rows``, from one chunk; ``None`` if some were compared already."""
-        done = rows[~self.waiting[rows]]
-        if self.is_compared or table is None or not len(done):
+        """Return a few done rows of the batches 0, 1, 2, 4, 8, ... that have some, from one chunk; else ``None``."""
+        done, number = rows[~self.waiting[rows]], self.num_revisited
+        if number & (number - 1) or table is None or not len(done):
             return None
         stored, values = table.read_done(int(done[0]) // self.spec.chunk_rows)
         chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]
