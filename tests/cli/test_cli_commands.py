@@ -238,6 +238,7 @@ def test_scores_are_found_whichever_method_the_last_command_had(copied, capsys):
     """A second target set of another method is read as it is, and the first one by the attributor's method."""
     store, ask = str(copied / "run.zarr"), ["--remove", "3"]
     done(["score", str(copied / "run.yaml"), "--score.name", "other", "--score.method", "GradDot"], capsys)
+    assert "3 checkpoints, scores: held-out, other\n" in done(["inspect", store], capsys)
     found = opened(copied)
     other = what_if(found.scores("other", method="GradDot"), [3])
     assert done(["effects", store, *ask], capsys) == f"{other}\n"

@@ -37,7 +37,7 @@ from trak_lite.retraining.verify import verify
 from trak_lite.retraining.what_if import Effects, try_removals, what_if
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings, versions
-from trak_lite.run.tables import all_score_paths, method_of_scores, scored_names
+from trak_lite.run.tables import method_of_scores, scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
@@ -391,7 +391,7 @@ def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
         opened = opener(config, store.manifest)
-        own, known = scored_names(store), sorted({path.split("/")[1] for path in all_score_paths(store)})
+        own, known = scored_names(store, own=True), scored_names(store)
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
     if chosen["dense"] and known and name not in known:
