@@ -236,19 +236,34 @@ def load_with(loader):
     attributor().featurize(TRAIN, [1, 2], checkpoint_loader=loader)
 
 
+def halved(samples):
+    inputs, labels = torch.utils.data.default_collate(samples)
+    return inputs / 2, labels
+
+
 @pytest.mark.parametrize(
     ("said", "model", "data"),
     [
-        ("of other samples, or of the same ones in another order", None, TensorDataset(X.flip(0), Y.flip(0))),
-        ("of the same dataset in another order", None, Rows(TRAIN, indices=range(N - 1, -1, -1))),
-        ("of other samples, or of the same ones in another order", None, [*TRAIN][::-1]),
-        ("of another model", nn.Linear(4, 3), TRAIN),
+        (
+            "The rows are of other samples, or of the same ones in another order",
+            None,
+            TensorDataset(X.flip(0), Y.flip(0)),
+        ),
+        (
+            "The rows are of the same dataset in another order",
+            None,
+            Rows(TRAIN, indices=range(N - 1, -1, -1)),
+        ),
+        ("The rows are of other samples, or of the same ones in another order", None, [*TRAIN][::-1]),
+        ("The rows are of another model", nn.Linear(4, 3), TRAIN),
+        ("The data have fewer rows than those of the store", None, TensorDataset(X[1:], Y[1:])),
+        ("The collate function makes other batches", None, Rows(TRAIN, collate=halved)),
     ],
 )
 def test_other_rows_and_another_model_at_a_path_are_told_in_words(tmp_path, said, model, data):
     attributor(path=tmp_path / "a.zarr").featurize([*TRAIN] if isinstance(data, list) else TRAIN)
 
-    with pytest.raises(ManifestMismatchError, match=f"^The rows are {said}"):
+    with pytest.raises(ManifestMismatchError, match=f"^{said}"):
         attributor(model, tmp_path / "a.zarr").featurize(data)
 
 
