@@ -511,7 +511,7 @@ class Attributor:
                 be fitted and this attributor has not featurized the train data.
             ManifestMismatchError: If other targets or checkpoints were scored under this name, or recomputed rows of
                 targets, or of copies of train data, differ from the stored ones because the targets or the model
-                changed.
+                changed. Or if a file, or the model itself, has other weights than another attributor featurized.
             SingularKernelError: If the kernel is singular at the method's damping.
             RankError: If another rank of a distributed run failed, or makes another call.
         """
@@ -713,8 +713,9 @@ class Attributor:
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
-            ManifestMismatchError: If the scores are of the default method of another attributor, or of another task;
-                with ``dense=False`` also if the targets are not the same at every checkpoint.
+            ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
+                attributor, or of another task; with ``dense=False`` also if the targets are not the same at every
+                checkpoint.
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)
@@ -729,6 +730,7 @@ class Attributor:
 
         Raises:
             StateError: If rows are pending, or the store was made without norms.
+            ManifestMismatchError: If the store has other settings.
 
         Example:
             Clip the 10 % of the gradients with the largest norms:
@@ -760,7 +762,8 @@ class Attributor:
             ``(N,)``, larger is more suspect.
 
         Raises:
-            StateError: If rows are pending, or if q is the same for all rows: the output of the task is its loss.
+            StateError: If rows are pending, or if q is the same for all rows, as where f is the loss.
+            ManifestMismatchError: If the store has other settings.
 
         Example:
             >>> from torch.utils.data import TensorDataset
@@ -772,16 +775,17 @@ class Attributor:
         """
         errors: NDArray[np.float64] = np.abs(self._train_column(tables.OUT_TO_LOSS)).mean(0, np.float64)
         if len(errors) > 1 and np.ptp(errors) == 0:
-            raise StateError(
-                "Every row has the same q, because the model output of the task is its loss. Rank the rows by "
-                "scores.self_influence()."
-            )
+            why = "the model gives all rows the same error. Look at its weights: is it trained?"
+            if not self.task.has_curvature:
+                why = "the model output of the task is its loss. Rank the rows by scores.self_influence()."
+            raise StateError(f"Every row has the same q, because {why}")
         return errors.astype(np.float32)
 
     def _train_column(self, name: str) -> NDArray[np.float32]:
         """Return a stored number of each train row for each checkpoint, ``(C, N)``."""
         columns = []
         with self._workspace.reading() as store:
+            self._workspace.compare(store.manifest, self._settings.manifest(None))
             for table in tables.complete_tables(store, None).values():
                 if name not in [column.name for column in table.spec.columns]:
                     raise StateError(

@@ -51,6 +51,7 @@ from trak_lite.gradient_computers import (
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
+from trak_lite.linalg.products import product_dtype
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models._adapters import changed_parameters, parameter_versions
@@ -386,8 +387,8 @@ class TRAKer:
             terms = []
             for kernels, rows, table in zip(self._kernels(ids), train, targets, strict=True):
                 features = torch.from_numpy(table.read(tables.FEATURES)).to(self.device)
-                solved = precondition(features, kernels, layout=self._layout).float()
-                terms.append(ScoreTerm(rows, solved / len(ids)))
+                solved = precondition(features, kernels, layout=self._layout)
+                terms.append(ScoreTerm(rows, solved.to(self._product_dtype(kernels)) / len(ids)))
             with self._locks_for_success_only():
                 score_rows(scores, terms, label=f"Scoring {exp_name!r}")
         self.scores = scores.read(tables.SCORES)
@@ -522,12 +523,13 @@ class TRAKer:
             normalization=Normalization(),
             divisor=self.normalize_factor,
         )
-        stored = cursor.done_rows(table.table, rows)
+        # The samples of targets are compared above.
+        stored = None if keys is not None and cursor.num_revisited else cursor.done_rows(table.table, rows)
         if stored is not None:
             remedy = "use another save_dir (for targets: another exp_name)"
             RowWork(table, passes, cursor.path, remedy=remedy).compare_with(stored)
-            cursor.is_compared = True
         pending = cursor.waiting[rows]
+        cursor.num_revisited += not pending.all()
         if not pending.any():
             return
         waiting = rows[pending]
@@ -619,6 +621,14 @@ class TRAKer:
     def _grams(self) -> Grams:
         return Grams(self._workspace.store(), self._kernel, self._layout, self.device, stores_all=True)
 
+    def _product_dtype(self, kernels: Iterable[SegmentKernel]) -> torch.dtype:
+        """Return the dtype of targets that were multiplied by the inverses of the kernels."""
+        if not self.lambda_reg:
+            return torch.float32
+        rank = min(self.train_set_size, self.proj_dim)
+        traces = (float(k.factor.square().sum()) - k.width * k.lambda_reg for k in kernels)
+        return product_dtype([self.lambda_reg], max(traces), rank=rank, device=self.device)
+
     def _kernels(self, ids: Iterable[int]) -> Iterator[list[SegmentKernel]]:
         """Yield the kernels of every id, one per segment; at the end warn of pseudo-inverses, once per id."""
         ranks: dict[int, int] = {}
@@ -655,13 +665,14 @@ class _Cursor:
         self.table: LazyTable | None = None
         self.state: str | None = None
         self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
-        self.is_compared = False
+        self.num_revisited = 0
+        """Batches with done rows so far."""
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
     def done_rows(self, table: AbstractRowTable | None, rows: NDArray[np.int64]) -> DoneRows | None:
-        """Return a few done rows of ``rows``, from one chunk; ``None`` if some were compared already."""
-        done = rows[~self.waiting[rows]]
-        if self.is_compared or table is None or not len(done):
+        """Return a few done rows of the batches 0, 1, 2, 4, 8, ... that have some, from one chunk; else ``None``."""
+        done, number = rows[~self.waiting[rows]], self.num_revisited
+        if number & (number - 1) or table is None or not len(done):
             return None
         stored, values = table.read_done(int(done[0]) // self.spec.chunk_rows)
         chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]

@@ -588,6 +588,9 @@ def test_a_store_of_other_settings_is_refused_naming_each_difference(stored):
         for call in (
             lambda: other.featurize(TRAIN, checkpoints=states()),  # noqa: B023
             lambda: other.score(TARGETS, name="new"),  # noqa: B023
+            lambda: other.scores("test"),  # noqa: B023
+            lambda: other.scores("test", dense=False),  # noqa: B023
+            other.label_suspicion,
         ):
             with pytest.raises(ManifestMismatchError, match=key):
                 call()
@@ -719,6 +722,7 @@ def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(sto
 def test_gradients_that_really_are_zero_are_stored(fitted):
     """A row that the model fits exactly has no gradient of its squared error, also in float16 beside others."""
     linear = nn.Linear(4, 1)
+    nn.init.zeros_(linear.weight)  # products of float32 depend on the batch
     x = TRAIN.tensors[0]
     y = linear(x).detach() + 1.0
     y[fitted] = linear(x[fitted]).detach() + (1e-7 if fitted.stop else 0)
@@ -811,5 +815,12 @@ def test_a_task_whose_output_is_its_loss_says_nothing_of_labels():
 
     made = attributor(model=nn.Linear(3, 1), task=loss)
     made.featurize(TensorDataset(torch.randn(10, 3), torch.randn(10, 1)))
-    with pytest.raises(StateError, match=r"the same q, because .*self_influence"):
+    with pytest.raises(StateError, match=r"the same q, because .*is its loss.*self_influence"):
+        made.label_suspicion()
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    made = attributor(model=model)
+    made.featurize(TensorDataset(torch.randn(10, 3), torch.arange(10) % 2))
+    with pytest.raises(StateError, match="the same q, because the model gives all rows the same error"):
         made.label_suspicion()

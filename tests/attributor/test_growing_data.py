@@ -181,7 +181,7 @@ def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp
     assert made.featurize(rows(N), append=True).rows_written == N
     before = contents(tmp_path)
     for said, call in (
-        (r"num_rows is 70 there, 71 here.*pass append=True", lambda: made.featurize(rows(N + 1))),
+        (r"^The data have more.*num_rows is 70 there, 71 here.*pass append=True", lambda: made.featurize(rows(N + 1))),
         (r"num_rows is 70 there, 69 here;.* Use the stored settings",
          lambda: made.featurize(rows(N - 1), append=True)),
         (r"projector\.seed is 0 there, 1 here",

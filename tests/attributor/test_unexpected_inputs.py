@@ -51,6 +51,12 @@ def exported():
     return torch.export.export(net().eval(), (X,)).module()
 
 
+def expanded():
+    model = nn.Linear(4, 3)
+    model.bias = nn.Parameter(torch.zeros(1).expand(3))
+    return model
+
+
 def with_input(row, value):
     x = X.clone()
     x[row] = value
@@ -94,6 +100,18 @@ def linear(call, batch):
     return call(batch[0])[:, 0]
 
 
+def times(constant, dtype):
+    """A task whose gradients have the size of a constant."""
+    model = nn.Linear(4, 3, bias=False, dtype=torch.float64 if abs(np.log10(constant)) > 50 else None)
+    return {
+        "model": model,
+        "dtype": dtype,
+        "projector": "none",
+        "method": "GradDot",
+        "task": lambda call, batch: call(batch[0].to(model.weight))[:, 0] * constant,
+    }
+
+
 def one_sample(samples):
     return torch.randn(1, 4), torch.zeros(1).long()
 
@@ -126,6 +144,7 @@ def sparse(samples):
         (r"2 parameters.*'1.weight'", {"model": OPEN}),
         ("lazy module before", {"model": nn.LazyLinear(3)}),
         ("torch finds no CUDA GPU", {"device": "cuda"}),
+        ("Entries of 'bias' share memory, because it is expanded", {"model": expanded()}),
         *((r"normalize must be 'none', 'unit', clip\(C\)", {"normalize": n}) for n in ("clip", 2.0, clip)),
     ],
 )
@@ -193,6 +212,28 @@ ROW_9 = r"^Row 9 of the train data: .*99"
             PrecisionError,
         ),
         (r"entries beyond its range.*dtype='float32'", TensorDataset(X * 1e8, Y), {}, PrecisionError),
+        *(
+            (
+                f"{dtype} cannot hold.* loses 100.0% of it. Store float32",
+                TRAIN,
+                times(c, dtype),
+                PrecisionError,
+            )
+            for dtype, c in (("int8", 1e-37), ("int4", 1e-39), ("float16", 1e-43))
+        ),
+        (
+            "^float32 cannot hold.*range. Multiply f by a constant",
+            TRAIN,
+            times(1e300, "int8"),
+            PrecisionError,
+        ),
+        ("^float32 cannot hold.*of it. Multiply", TRAIN, times(1e-200, "float32"), PrecisionError),
+        (
+            r"targets\[0\] is 1e\+39. Expected a finite number of torch.float32",
+            TensorDataset(X, torch.full((N,), 1e39, dtype=torch.float64)),
+            {"model": nn.Linear(4, 1), "task": "regression"},
+            InvalidInputError,
+        ),
         ("meta device.*Load the values", TensorDataset(X.to("meta"), Y), {}, InvalidInputError),
         (r"tuple of arrays.*TensorDataset", ARRAYS, {}, InvalidInputError),
         (r"list of arrays.*TensorDataset", [*ARRAYS], {}, InvalidInputError),
@@ -205,6 +246,16 @@ def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(tmp_path, said, 
 
     if "batch_size" not in settings:  # row 9 is in the third batch
         assert contents(tmp_path) == {}
+
+
+def test_products_beyond_float32_are_not_said_to_be_of_the_model():
+    made = attributor(**times(1e30, "float32"))
+    made.featurize(TRAIN)
+    with pytest.raises(NonFiniteError, match=r"scores is NaN or .* products of rows, these are too large"):
+        made.score(TRAIN, "all")
+    small = made.score(TensorDataset(X * 1e-30, Y), "small")
+    with pytest.raises(NonFiniteError, match=r"self-influence of rows \[0, 1, 2, 3, 4\] is beyond float32"):
+        small.self_influence()
 
 
 @pytest.mark.parametrize(
@@ -236,19 +287,34 @@ def load_with(loader):
     attributor().featurize(TRAIN, [1, 2], checkpoint_loader=loader)
 
 
+def halved(samples):
+    inputs, labels = torch.utils.data.default_collate(samples)
+    return inputs / 2, labels
+
+
 @pytest.mark.parametrize(
     ("said", "model", "data"),
     [
-        ("of other samples, or of the same ones in another order", None, TensorDataset(X.flip(0), Y.flip(0))),
-        ("of the same dataset in another order", None, Rows(TRAIN, indices=range(N - 1, -1, -1))),
-        ("of other samples, or of the same ones in another order", None, [*TRAIN][::-1]),
-        ("of another model", nn.Linear(4, 3), TRAIN),
+        (
+            "The rows are of other samples, or of the same ones in another order",
+            None,
+            TensorDataset(X.flip(0), Y.flip(0)),
+        ),
+        (
+            "The rows are of the same dataset in another order",
+            None,
+            Rows(TRAIN, indices=range(N - 1, -1, -1)),
+        ),
+        ("The rows are of other samples, or of the same ones in another order", None, [*TRAIN][::-1]),
+        ("The rows are of another model", nn.Linear(4, 3), TRAIN),
+        ("The data have fewer rows than those of the store", None, TensorDataset(X[1:], Y[1:])),
+        ("The collate function makes other batches", None, Rows(TRAIN, collate=halved)),
     ],
 )
 def test_other_rows_and_another_model_at_a_path_are_told_in_words(tmp_path, said, model, data):
     attributor(path=tmp_path / "a.zarr").featurize([*TRAIN] if isinstance(data, list) else TRAIN)
 
-    with pytest.raises(ManifestMismatchError, match=f"^The rows are {said}"):
+    with pytest.raises(ManifestMismatchError, match=f"^{said}"):
         attributor(model, tmp_path / "a.zarr").featurize(data)
 
 
@@ -280,6 +346,34 @@ def test_a_retrained_model_is_not_mixed_with_the_one_before(tmp_path, in_file):
     assert made.score(TRAIN, checkpoints=[first, second]).settings["checkpoints"] == 2
     made.drop_checkpoint("ckpt-0")
     assert featurized(1).score(TRAIN, name="again").settings["checkpoints"] == 1
+
+
+@pytest.mark.parametrize("kind", ["model", "file", "file of a loader", "state dict"])
+def test_stored_scores_are_not_returned_for_a_retrained_model(tmp_path, kind):
+    """Unless nothing says that it is another model: state dicts are gone, and a loader reads something else."""
+    files, saved = [tmp_path / "a.pt", tmp_path / "b.pt"], "file" in kind
+
+    def saved_again(seed):
+        if saved:
+            torch.save({"model": net(seed).state_dict(), "ema": net(2).state_dict()}, files[-1])
+        return attributor(net(seed), tmp_path / "a.zarr")
+
+    torch.save(net(3).state_dict(), files[0])
+    made, loader = saved_again(0), None
+    if kind == "file of a loader":
+        files, loader = files[1:], lambda path: torch.load(path)["ema"]
+    weights = files if saved else net(3).state_dict() if kind == "state dict" else None
+    made.featurize(TRAIN, weights, checkpoint_loader=loader)
+    first = made.score(TRAIN).numpy()
+    np.testing.assert_array_equal(saved_again(0).score(TRAIN).numpy(), first)
+    other = saved_again(1)
+    if kind in ("model", "file"):
+        said = f"other weights of {'.*b.pt' if saved else 'the model itself'} already .*scores\\('targets'\\)"
+        with pytest.raises(ManifestMismatchError, match=said):
+            other.score(TRAIN)
+    else:
+        np.testing.assert_array_equal(other.score(TRAIN).numpy(), first)
+    np.testing.assert_array_equal(other.scores().numpy(), first)
 
 
 class Mixed(nn.Module):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,64 @@ def test_the_checkpoints_of_another_process_that_was_faster_are_taken(tmp_path, 
     assert list(tmp_path.glob(".trained.new-*")) == [living]
 
 
+def test_checkpoints_of_another_training_are_refused_and_those_without_a_note_are_taken(copied, capsys):
+    """Also with another store, which has no rows of the earlier data to compare with."""
+    recipe = RECIPE.replace("def train(", "RATE = 0.5\n\n\ndef train(").replace("lr=0.5", "lr=RATE")
+    edits = {
+        "train_seed is 0 there, 3 here": ([], ["--train_seed=3"]),
+        "recipe_arguments.steps is '3' there, '4' here": ([], ["--recipe_arguments.steps=4"]),
+        "dataset.tensors": (["(x[:, 0] > 0)", "(x[:, 1] > 0)"], []),
+        "dataset.num_rows is 40 there, 36 here": (["num_train: int = 40", "num_train: int = 36"], []),
+    }
+    config, other = write_case(copied, recipe=recipe), ["--path", str(copied / "other.zarr")]
+    place = ["--checkpoints", str(copied / "own")]
+    done(["run", config, *place], capsys)
+    for said, (edit, options) in edits.items():
+        write_case(copied, recipe=recipe.replace(*edit) if edit else recipe)
+        told = refused(["run", config, *place, *other, *options], capsys)
+        assert said in told
+        assert f"The training of the checkpoints in {copied}/own was made with" in told
+    assert not (copied / "other.zarr").exists()
+    for said, edit in {
+        "train().source": ["for _ in range(steps)", "for _ in range(2 * steps)"],
+        "global variables.RATE is '0.5' there, '0.1' here": ["RATE = 0.5", "RATE = 0.1"],
+    }.items():
+        write_case(copied, recipe=recipe.replace(*edit))
+        with pytest.warns(UserWarning, match=re.escape(said)):
+            assert "0 rows written, 120 found" in done(["run", config, *place], capsys)
+    longer = "x, y = data(num_train, 1).tensors; return TensorDataset(torch.cat([x, x[:4]]), torch.cat([y, y[:4]]))"
+    write_case(copied, recipe=recipe.replace("return data(num_train, 1)", longer))
+    with pytest.warns(UserWarning, match=re.escape("global variables.train_data.source")):
+        told = done(["featurize", config, *place, "--featurize.append=true"], capsys)
+    assert "12 rows written, 120 found" in told
+    with (
+        pytest.warns(UserWarning, match=re.escape("global variables.train_data.source")),
+        pytest.warns(UserWarning, match="were trained on the first 40 of the 44 train rows"),
+    ):
+        assert "0 rows written, 132 found" in done(["featurize", config, *place], capsys)
+    shutil.rmtree(copied / "run.zarr")
+    write_case(copied, recipe=f"# {__name__}\n{recipe}".replace('f"row {index}"', '"a row"'))
+    assert "120 rows written, 0 found" in done(["run", config, *place], capsys)
+    (copied / "own/trained-with.json").unlink()
+    assert "0 rows written, 120 found" in done(["run", config, *place, "--train_seed=3"], capsys)
+
+
+def test_a_damaged_or_missing_checkpoint_is_refused_until_all_are_trained_again(copied, capsys):
+    config, file = str(copied / "run.yaml"), copied / "trained/checkpoint-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"~")
+    told = refused(["run", config], capsys)
+    assert "does not match its checksum" in told
+    assert "Delete its folder, and make the call again" in told
+    file.unlink()
+    assert "holds 2 of the 3 checkpoints of its training. Delete the folder" in refused(
+        ["run", config], capsys
+    )
+    shutil.rmtree(copied / "trained")
+    again = done(["run", config], capsys)
+    assert "trained: 3 checkpoints" in again
+    assert "0 rows written, 120 found" in again
+
+
 def test_a_verification_retrains_and_its_verdict_is_shown_with_the_store(copied, capsys):
     """It is the native verdict on the last weights that training gives."""
     shown = done(["verify", str(copied / "run.yaml"), "--verify.budget", "3"], capsys)
@@ -195,6 +254,7 @@ def test_scores_are_found_whichever_method_the_last_command_had(copied, capsys):
     """A second target set of another method is read as it is, and the first one by the attributor's method."""
     store, ask = str(copied / "run.zarr"), ["--remove", "3"]
     done(["score", str(copied / "run.yaml"), "--score.name", "other", "--score.method", "GradDot"], capsys)
+    assert "3 checkpoints, scores: held-out, other\n" in done(["inspect", store], capsys)
     found = opened(copied)
     other = what_if(found.scores("other", method="GradDot"), [3])
     assert done(["effects", store, *ask], capsys) == f"{other}\n"

@@ -176,7 +176,7 @@ def test_the_command_line_comes_before_the_file_and_this_before_the_default(tmp_
     assert values["recipe_arguments"] == arguments
     assert values["recipe"] == str(tmp_path / "below" / "recipe.py")
     assert (values["path"], values["checkpoints"]) == (str(tmp_path / "run.zarr"), str(tmp_path / "trained"))
-    states = [load_file(file) for file in sorted((tmp_path / "trained").iterdir())]
+    states = [load_file(file) for file in sorted((tmp_path / "trained").glob("*.safetensors"))]
     assert [state["0.weight"].shape for state in states] == [(8, 4)] * 2  # each function has its arguments
     model = functions(tmp_path / "below")["build_model"](width=8)
     assert Attributor.open(tmp_path / "run.zarr", model).normalization == Normalization("clip", 2.0, "module")
@@ -220,7 +220,7 @@ def test_a_module_a_state_dict_and_a_list_are_checkpoints_and_a_loader_is_train_
     done(["run", write_case(tmp_path, recipe=recipe)], capsys)
     trained = functions(tmp_path)["train"](torch.arange(40), 0)
     expected = trained if isinstance(trained, list) else [trained]
-    files = sorted((tmp_path / "trained").iterdir())
+    files = sorted((tmp_path / "trained").glob("*.safetensors"))
     for file, one in zip(files, expected, strict=True):
         states = one if isinstance(one, dict) else one.state_dict()
         torch.testing.assert_close(load_file(file), dict(states), rtol=0, atol=0)

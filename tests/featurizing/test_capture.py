@@ -207,6 +207,18 @@ def test_wrapped_models_are_captured(wrapper, tmp_path):
     close(stored(made), rows, RTOL)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_a_module_that_storage_loses_is_told_when_the_capture_ends(dtype):
+    model = Network()
+    with torch.no_grad():
+        model[-1].weight.mul_(1e-7)  # and with it the gradients of the first layer
+    with (
+        pytest.warns(UserWarning, match=f"'epoch-0': {dtype} loses .* of module '0'.* in 1 of 2 modules"),
+        attributor(model, dtype=dtype).capture(data(), "epoch-0") as capture,
+    ):
+        capture(data().tensors, range(N))
+
+
 def test_a_captured_table_is_used_as_any_other_and_described(tmp_path, capsys):
     folder, model = tmp_path / "weights", Network()
     made = attributor(model, dtype="int8", store_norms=True)

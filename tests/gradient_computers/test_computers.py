@@ -117,6 +117,17 @@ def test_gradients_keep_the_dtype_of_the_model(computer, dtype, autocast):
         torch.testing.assert_close(grad, exact[name], rtol=0.1, atol=0.05)
 
 
+@pytest.mark.parametrize(("dtype", "least", "most"), [(torch.bfloat16, 0, 0.02), (torch.float16, 0.1, 1)])
+def test_small_gradients_keep_their_digits_in_bfloat16_and_not_in_float16(dtype, least, most):
+    """A backward pass in float16 has multiples of 6e-8."""
+    torch.manual_seed(0)
+    model = Model(lambda s, x: x + 1e-7 * s.inner(x), inner=nn.Linear(5, 5)).to(dtype)
+    batch = torch.randn(5, 5).to(dtype), torch.randint(5, (5,))
+    found = collect_gradients(HookGradientComputer(model, MARGIN), batch)
+    exact = by_loop(model.double(), margin_of, (batch[0].double(), batch[1]))["inner.weight"]
+    assert least <= (found["inner.weight"] - exact).norm() / exact.norm() < most
+
+
 # ---- Which parameters
 CNN = "cnn with eval batch norm and dropout"
 

@@ -42,10 +42,11 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.replays import Replays, _close, _leaves_of
 from trak_lite.gradient_computers.tape import Tape
-from trak_lite.modelout_functions import resolve_task
+from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.projectors import CountSketchProjector
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.select import select_projector
+from trak_lite.types import OutputTerms
 
 NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
@@ -275,6 +276,12 @@ def split_by_a_tensor(x):
     return torch.zeros(len(x), 1).index_fill(0, positive, 1.0) > 0
 
 
+def writes_by_a_list(x):
+    found = torch.zeros_like(x)
+    found[:, [x.argmax() * 0]] = 1.0
+    return found > 0
+
+
 def in_a_thread(x):
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: x > 0).result()
@@ -298,6 +305,17 @@ def in_a_thread_that_holds_it(x):
 def listed(x: torch.Tensor) -> torch.Tensor:
     values: list[float] = x[:, 0].double().tolist()
     return torch.tensor([[value] for value in values]).to(x.device) > 0
+
+
+@torch.jit.script
+def split(x: torch.Tensor) -> torch.Tensor:
+    place = (x[:, 0] <= 0).sum().cpu().view(1)
+    return x[:, :1] * 0 + torch.tensor_split(x, place)[1].numel() > 0
+
+
+@torch.jit.script
+def formatted(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :1] * 0 + float("{}".format(int("-" in "{}".format(x.min())))) <= 0  # noqa: UP032
 
 
 @torch.jit.script
@@ -341,10 +359,18 @@ NOT_REPLAYED = {
     "reads a list": lambda: Net(factor=lambda s, x: torch.tensor([[max(row)] for row in x.tolist()])),
     "reads by pointer": lambda: doubles(by_pointer),
     "reads a list in TorchScript": lambda: doubles(lambda x: listed_by_another(x)),
+    "splits by a tensor in TorchScript": lambda: doubles(lambda x: split(x)),
+    "formats a tensor in TorchScript": lambda: doubles(lambda x: formatted(x)),
     "reads a list in a TorchScript module": listing,
     "reads by DLPack": lambda: doubles(lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)) > 0),
     "reads by DLPack of another name": lambda: doubles(lambda x: torch.from_dlpack(exported(x)) > 0),
     "reads scalars in a list": lambda: doubles(lambda x: torch.tensor(list(x[:, 0]))[:, None] > 0),
+    "reads entries of a list": lambda: doubles(lambda x: torch.BoolTensor(list(x > 0))[:, None].to(x.device)),
+    "reads scalars in a queue": lambda: doubles(
+        lambda x: torch.tensor(collections.deque(x[:, 0]), device=x.device)[:, None] > 0
+    ),
+    "indexes by a list": lambda: doubles(lambda x: x.new_ones(len(x), 2)[:, [(x > 0).all().long()]] > 0),
+    "writes by a list": lambda: doubles(writes_by_a_list),
     "makes a parameter": lambda: doubles(lambda x: nn.Parameter(x) > 0),
     "applies Python": lambda: doubles(lambda x: x.apply_(abs) > 0),
     "splits by a tensor": lambda: doubles(split_by_a_tensor),
@@ -352,6 +378,7 @@ NOT_REPLAYED = {
     "computes in a thread": lambda: doubles(in_a_thread),
     "computes in a thread, and collects": lambda: doubles(in_a_thread_after_a_collection),
     "computes in a thread that holds it": lambda: doubles(in_a_thread_that_holds_it),
+    "computes in a thread, and takes a view": lambda: doubles(lambda x: in_a_thread(x[:, 0])[:, None]),
     "catches a failure": lambda: Net(factor=lambda s, x: 2.0 if succeeds(torch.linalg.cholesky, -x.T @ x) else 3.0),
     "catches a failed check": lambda: Net(
         factor=lambda s, x: 2.0 if succeeds(F.one_hot, x.abs().mul(9).long(), num_classes=1) else 3.0
@@ -368,8 +395,8 @@ NOT_REPLAYED = {
 class Run:
     """Streams batches through one computer, and counts how often the pass itself runs."""
 
-    def __init__(self, model, **settings):
-        self.computer = HookGradientComputer(model, TASK, **settings)
+    def __init__(self, model, task=TASK, **settings):
+        self.computer = HookGradientComputer(model, task, **settings)
         self.passes, self.to_come = 0, math.inf
 
     def __call__(self, batch):
@@ -394,8 +421,8 @@ def batches(count=NUM_BATCHES, size=4):
         yield x, torch.randint(3, (size,), generator=generator)
 
 
-def reference(model, batch):
-    grads = collect_gradients(IterativeGradientComputer(model, TASK, self_check=False), batch)
+def reference(model, batch, task=TASK):
+    grads = collect_gradients(IterativeGradientComputer(model, task, self_check=False), batch)
     return torch.cat([grad.flatten(1) for grad in grads.values()], 1)
 
 
@@ -449,6 +476,7 @@ def test_what_a_recording_cannot_see_runs_the_pass_and_the_log_says_why(build, c
 
 READS = {
     "bool": lambda x: bool((x < 100).all()),
+    "sign of a zero": lambda x: math.copysign(1.0, (0 * (100 - x.max())).item()) > 0,
     "allclose": lambda x: torch.allclose(x, x.clamp(max=100.0)),
     "factorisation": lambda x: succeeds(torch.linalg.cholesky, torch.eye(2) * (100 - x.max())),
     "inverse": lambda x: succeeds(torch.linalg.inv, torch.eye(2) * torch.relu(100 - x.max())),
@@ -496,6 +524,11 @@ WEIGHTS = {
 }
 
 
+def renames_a_buffer(model):
+    buffers = vars(model)["_buffers"]
+    buffers["gain"] = buffers.pop("loss")
+
+
 def overrides(model):
     del Bare.marker
     Bare.gain = lambda self: 6.0
@@ -509,6 +542,17 @@ CHANGES = {
     "frozen": put("last.weight.requires_grad", lambda old: False),
     "a hook": lambda model: model.first.register_forward_hook(lambda module, args, result: result * 7),
     "a module": put("first", lambda old: nn.Linear(5, 7)),
+    "an alias of a module": lambda model: setattr(model, "head", model.layers[1]),
+    "a name of a module": lambda model: operator.setitem(model.named, "gain", model.named.pop("loss")),
+    "a name of a buffer": renames_a_buffer,
+    "a layer once more": lambda model: model.extras.append(model.extra),
+    "a shape at the same place": put("table.data", lambda old: old[:1]),
+    "a module in a list": lambda model: setattr(model.held["modules"][0], "value", 6.0),
+    "a distribution": put("prior.scale", lambda old: old * 6),
+    "a dict of its class": lambda model: OfClass.settings.update(scale=6.0),
+    "an object of its class": lambda model: vars(OfClass.more).update(scale=6.0),
+    "other data of a tensor": put("shift.data", lambda old: old + 1),
+    "a tensor of inference": torch.inference_mode()(lambda model: model.frozen.fill_(6.0)),
     "an array": lambda model: operator.setitem(model.held["array"], 0, 6.0),
     "an array of objects": lambda model: operator.setitem(model.held["objects"], 0, 6.0),
     "an array of Python": lambda model: operator.setitem(model.held["numbers"], 0, 6.0),
@@ -536,6 +580,7 @@ CHANGES = {
 
 class OfClass(Net):
     offset = 1.0
+    settings, more = {"scale": 1.0}, types.SimpleNamespace(scale=1.0)
 
     def gain(self):
         return 1.0
@@ -586,6 +631,7 @@ def held():
         "subclass": Named(),
         "partial": functools.partial(lambda by: by["scale"], by={"scale": 1.0}),
         "lists": [[[[[1.0]]]]],
+        "modules": [nn.Threshold(0.0, 1.0)],
     }
 
 
@@ -593,7 +639,7 @@ def product_of(held):
     """Return the product of the numbers."""
     firsts = [held[name][0] for name in ("array", "objects", "numbers", "bytes", "deque")]
     firsts += [6.0 if "gain" in held["named"] else 1.0, 6.0 if hasattr(held["object"], "gain") else 1.0]
-    firsts += [held["mangled"].get(), held["subclass"].scale, held["partial"]()]
+    firsts += [held["mangled"].get(), held["subclass"].scale, held["partial"](), held["modules"][0].value]
     return math.prod(
         [*map(float, firsts), held["slots"].calls, held["list"][300], held["lists"][0][0][0][0][0]]
     )
@@ -603,8 +649,12 @@ def product_of(held):
 def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatch):
     def changing(s, x):
         x = s.logits(x) * s.scale * s.config["layers"][0].scale * s.gain() * s.cached() * product_of(s.held)
-        x = x * s.offset
+        x = x * s.offset * s.settings["scale"] * s.more.scale * s.prior.scale * len(s.table)
+        x = x * s.shift.exp() * s.frozen.mul(2.0)
+        x = x * math.prod(6.0 if "gain" in held else 1.0 for held in (s.named, dict(s.named_buffers())))
         x = x * (6.0 if "gains" in vars(s) else 1.0)
+        for extra in (s.head, s.extra, *s.extras):
+            x = torch.tanh(extra(x))
         for layer in s.layers:
             x = torch.tanh(layer(x))
         return x
@@ -613,8 +663,22 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatc
     config = {"layers": [types.SimpleNamespace(scale=1.0)]}
     for name in ("gain", "cached", "offset"):
         monkeypatch.setattr(OfClass, name, vars(OfClass)[name])  # back after the test
+    monkeypatch.setattr(OfClass, "settings", {"scale": 1.0})
+    monkeypatch.setattr(OfClass, "more", types.SimpleNamespace(scale=1.0))
+    with torch.inference_mode():
+        frozen = torch.ones(3)
+    tensors = {
+        "shift": torch.zeros(3),
+        "frozen": frozen,
+        "prior": torch.distributions.Normal(0.0, torch.ones(3)),
+    }
+    modules = {"layers": layers, "head": layers[0], "named": nn.ModuleDict({"loss": nn.Identity()})}
+    modules |= {"extra": (tanh := nn.Tanh()), "extras": nn.ModuleList([tanh])}
+    buffers = {"table": torch.ones(2), "loss": torch.ones(3)}
     model, run = replaying(
-        lambda: Bare(changing, scale=1.0, config=config, layers=layers, held=held(), losses=1.0)
+        lambda: Bare(
+            changing, scale=1.0, config=config, held=held(), losses=1.0, buffers=buffers, **tensors, **modules
+        )
     )
     assert run.passes < 10
     change(model)
@@ -625,6 +689,45 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatc
         Bare.marker = 1
         if "gain" in vars(Bare):
             del Bare.gain
+
+
+class Task(AbstractModelOutput):
+    """A task that is a class, with factors in all places."""
+
+    factor = 1.0
+
+    def __init__(self):
+        self.settings, self.factors = types.SimpleNamespace(factor=1.0), {"own": 1.0}
+        self.teacher = nn.Threshold(0.0, 1.0)
+
+    def evaluate(self, call, batch):
+        factor = (
+            self.factor * self.settings.factor * self.factors["own"] * self.teacher.value * SETTINGS.factor
+        )
+        output = call(batch[0]).sum(1) * factor * FACTOR
+        return OutputTerms(output, torch.ones_like(output).detach(), torch.zeros_like(output).detach())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda task, put: put.setattr(Task, "factor", 2.0),
+        lambda task, put: put.setattr(task.settings, "factor", 2.0),
+        lambda task, put: put.setitem(task.factors, "own", 2.0),
+        lambda task, put: put.setattr(task.teacher, "value", 2.0),
+        lambda task, put: put.setattr(SETTINGS, "factor", 2.0),
+        lambda task, put: put.setitem(globals(), "FACTOR", 2.0),
+    ],
+    ids=["class", "object", "dict", "module", "settings", "global"],
+)
+def test_a_change_of_a_task_that_is_a_class_counts_at_once(change, monkeypatch):
+    task, model = Task(), made(Net)
+    run = Run(model, task)
+    for number, batch in enumerate(batches(13)):
+        if number == 10:
+            assert run.passes < 10
+            change(task, monkeypatch)
+        torch.testing.assert_close(run(batch)[0], reference(model, batch, task))
 
 
 class Settings:
@@ -669,6 +772,7 @@ class Shadowing(Settings):
     """Gets an attribute of its own in place of that of its base class."""
 
 
+ZERO = types.SimpleNamespace(factor=0.0)
 OF_CLASS, PARTS = Settings(), types.SimpleNamespace(part=types.SimpleNamespace(factor=1.0))
 
 
@@ -736,6 +840,10 @@ OUTSIDE = {
     "a global": (lambda s, x: FACTOR, lambda value: globals().update(FACTOR=value)),
     "a class": (lambda s, x: Settings.factor, lambda value: setattr(Settings, "factor", value)),
     "an object": (lambda s, x: SETTINGS.factor, lambda value: setattr(SETTINGS, "factor", value)),
+    "the sign of a zero": (
+        lambda s, x: 2.0 if math.copysign(1.0, ZERO.factor) < 0 else 1.0,
+        lambda value: setattr(ZERO, "factor", value * (-0.0 if value == 2.0 else 0.0)),
+    ),
     "a context": (lambda s, x: OF_CONTEXT.get(), lambda value: OF_CONTEXT.set(value)),
     "a cell": of_a_cell(),
     "a function inside": (
@@ -1133,9 +1241,35 @@ def test_a_batch_that_holds_a_data_set_of_texts_is_not_compared_with_others():
     assert time.process_time() - start < 0.1, "some milliseconds; 1 s if all texts are looked at"
 
 
-def test_an_attribute_of_a_batch_is_another_kind_of_batch():
+class Text(str):
+    """A text with an attribute."""
+
+    scale: float
+
+
+def with_scale(owner, scale):
+    owner.scale = scale
+    return owner
+
+
+KINDS_OF_BATCHES = {
+    "attribute": (lambda x, late: with_scale(Scaled(x=x), 5.0 if late else 2.0), lambda batch: batch.scale),
+    "attribute of a text": (
+        lambda x, late: {"x": x, "text": with_scale(Text("a"), 5.0 if late else 2.0)},
+        lambda batch: batch["text"].scale,
+    ),
+    "quantized": (
+        lambda x, late: {"x": x, "q": torch.quantize_per_tensor(x, 0.5 if late else 0.2, 0, torch.qint8)},
+        lambda batch: batch["q"].q_scale(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "factor"), KINDS_OF_BATCHES.values(), ids=KINDS_OF_BATCHES)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_what_differs_in_no_value_or_shape_is_another_kind_of_batch(make, factor):
     model, passes = made(Net), 0
-    task = resolve_task(lambda call, batch: (call(batch["x"]) * batch.scale).square().sum(1))
+    task = resolve_task(lambda call, batch: (call(batch["x"]) * factor(batch)).square().sum(1))
     one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
 
     def work(batch):
@@ -1144,13 +1278,12 @@ def test_an_attribute_of_a_batch_is_another_kind_of_batch():
         return list(collect_gradients(one, batch).values())
 
     for number, (x, _) in enumerate(batches(24)):
-        batch = Scaled(x=x)
-        batch.scale = 2.0 if number < 12 else 5.0
+        batch = make(x, number >= 12)
         found = one.run(batch, model, (), lambda batch=batch: work(batch), lambda _: False, math.inf)
         expected = collect_gradients(other, batch)
         for grad, value in zip(found, expected.values(), strict=True):
             torch.testing.assert_close(grad, value)
-    assert passes < 16
+    assert passes < 24 or "text" in batch, "such a text is not compared"
 
 
 def test_after_a_failed_check_no_batch_is_replayed():

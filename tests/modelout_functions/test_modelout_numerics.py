@@ -175,6 +175,21 @@ def test_a_class_that_is_ruled_out_by_minus_infinity_does_not_count():
     torch.testing.assert_close(gradient, torch.tensor([[1.0, 0.0, -1.0]]))
 
 
+@pytest.mark.parametrize("task", [LANGUAGE, tasks.DenseClassificationModelOutput(class_axis=-1)], ids=repr)
+def test_a_class_may_be_ruled_out_where_labels_are_ignored(task):
+    raw = randn(2, 5, 4, seed=12).requires_grad_()
+    logits = raw.masked_fill(torch.arange(4) == 0, -torch.inf)
+    labels = torch.tensor([[-100, -100, 1, -100, 3], [-100, 2, 3, 1, -100]])
+    terms = terms_of_logits(task, logits, labels)
+    at, to = (logits[:, :-1], labels[:, 1:]) if task is LANGUAGE else (logits, labels)
+    expected = (
+        -nn.functional.cross_entropy(at.flatten(0, 1), to.flatten(), reduction="none").view_as(to).sum(1)
+    )
+    torch.testing.assert_close(terms.output, expected)
+    found, wanted = (torch.autograd.grad(f.sum(), raw, retain_graph=True) for f in (terms.output, expected))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_temperature_changes_q_and_w_and_not_f():
     logits, labels = randn(5, 4, seed=2), randint(4, (5,), 3)
     warm = terms_of_logits(tasks.ImageClassificationModelOutput(temperature=2.5), logits, labels)

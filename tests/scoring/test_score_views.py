@@ -104,6 +104,25 @@ def test_rows_beyond_the_range_of_float16_are_kept_as_well_as_others(dtype, fact
             rows.attributor(dtype="float16")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+def test_a_module_that_storage_loses_is_told_once_per_call_where_it_counts_by_itself(dtype, recwarn, caplog):
+    rows = cases.drawn(num_rows=4)
+    for factor, layout in ((1.0, "module"), (0.0, "module"), (1e-7, "joint"), (1e-7, "module")):
+        assert not list(recwarn)
+        scaled = rows.scaled([1.0, factor])
+        made = scaled.attributor(dtype=dtype, layout=layout)
+    lost = np.linalg.norm((rounded(scaled.train[0], dtype) - scaled.train[0])[:, 3:])
+    share = lost / np.linalg.norm(scaled.train[0][:, 3:])
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == (dtype != "float32")
+    for text in said:
+        assert f"{dtype} loses {share:.2g} of the norm of the features of module 'parts.1'" in text
+        assert "in 1 of 2 modules" in text
+        assert "dtype='float32'" in text
+    cases.scores_of(made, scaled.targets)
+    assert (f"perhaps because rows are stored in {dtype}" in caplog.text) == dtype.startswith("int")
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_store_of_quantised_rows_goes_on_and_refuses_another_dtype_and_rows_that_are_not_finite(
     tmp_path, dtype
@@ -152,6 +171,18 @@ def test_a_path_of_dampings_equals_separate_solves(made, name, layout):
         expected = cases.with_q(products, rows, scores.method.q)
         close(found, expected, 1e-5 * np.abs(expected).max())
     close(path.rows([3, 19]), path.numpy()[:, [3, 19]])
+
+
+@pytest.mark.parametrize("copies", [1, 10])
+@pytest.mark.parametrize("damping", [1e-3, 1e-7])
+def test_a_small_damping_costs_no_digits_where_the_rows_do_not_span_the_features(copies, damping):
+    """The part of a target that is orthogonal to all rows is divided by lambda, and has products of zero."""
+    rows = cases.drawn(num_rows=2)
+    rows = rows.part(rows=np.tile([0, 1], copies))
+    scores = rows.scores(cases.METHODS["GaussNewton"](damping=damping, layout="joint"))
+    expected = cases.with_q(cases.checkpoint_products(rows, damping=damping, joint=True), rows, "outside")
+    for found in (scores.numpy(), scores.damping_path([damping]).numpy()[0]):
+        close(found, expected, 2e-6 * np.abs(expected).max())
 
 
 def test_a_path_answers_for_one_target_and_for_the_best_rows(made):

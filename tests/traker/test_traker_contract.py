@@ -180,8 +180,9 @@ def test_of_rows_that_are_done_only_a_few_are_computed_again_and_no_targets(tmp_
     monkeypatch.setattr(traker.gradient_computer, "stream_gradients", counting)
     put(traker, slice(0, N))
     assert passes == [8]
-    traker.featurize(train_batch(), inds=np.arange(N))
-    assert passes == [8]
+    for expected in ([8, 8], [8, 8, 8], [8, 8, 8], [8, 8, 8, 8]):  # of the batches 1, 2 and 4
+        traker.featurize(train_batch(), inds=np.arange(N))
+        assert passes == expected
     at("scoring", traker)
     traker.score(part(target_batch(), slice(0, 4)), num_samples=4)
     at("scored", traker)
@@ -355,6 +356,19 @@ def test_other_targets_under_a_used_name_are_refused(tmp_path, count, error, mat
         traker.score((images + (torch.arange(M) == 2)[:, None], labels), num_samples=M)
 
 
+@pytest.mark.parametrize("first", [8, 16, 32, 64])
+def test_other_train_rows_in_a_later_batch_are_refused(tmp_path, first):
+    """Of ten batches of eight rows, all of which are done, those from ``first`` on are other rows."""
+    traker, (images, labels) = made(tmp_path, "featurized"), train_batch()
+    traker.close()
+    traker = made(tmp_path, "loaded")
+    changed = (images + (torch.arange(N) >= first)[:, None], labels)
+    for start in range(0, first, 8):
+        traker.featurize(part(changed, slice(start, start + 8)), num_samples=8)
+    with refused(tmp_path, errors.ManifestMismatchError, f"row {first} of"):
+        traker.featurize(part(changed, slice(first, first + 8)), num_samples=8)
+
+
 def test_dependent_features_are_scored_by_the_pseudo_inverse(tmp_path, caplog):
     """The margins of three classes do not change when all logits do: a third of the features tells nothing new."""
     model = nn.Linear(4, 3)
@@ -394,8 +408,10 @@ def test_fewer_rows_than_features_without_lambda_give_scores_that_mean_something
     caplog.clear()
     again = make_traker(tmp_path / "forth", train_set_size=count)
     np.testing.assert_array_equal(again.finalize_scores("test"), found[0])
-    finished(make_traker(tmp_path / "damped", train_set_size=count, lambda_reg=0.1), states, few)
+    traker = finished(make_traker(tmp_path / "damped", train_set_size=count, lambda_reg=1e-6), states, few)
     assert caplog.text == ""
+    expected = scores_of_pseudo_inverses(traker, 2)
+    np.testing.assert_allclose(traker.scores, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_features_that_are_all_zero_are_refused(tmp_path):

@@ -202,12 +202,13 @@ def stored(traker, model_id=0, column="features", targets=""):
 
 
 def scores_of_pseudo_inverses(traker, count):
-    """Return the scores of undamped kernels by NumPy's pseudo-inverse, from the rows that are stored."""
+    """Return the scores of the kernels by NumPy's pseudo-inverse, from the rows that are stored."""
     q = np.mean([stored(traker, model_id, "out_to_loss").astype(float) for model_id in range(count)], axis=0)
     products = 0.0
     for model_id in range(count):
         rows = stored(traker, model_id).astype(float)
-        inverse = np.linalg.pinv(rows.T @ rows, rcond=1e-9, hermitian=True)
+        damped = rows.T @ rows + traker.lambda_reg * np.eye(rows.shape[1])
+        inverse = np.linalg.pinv(damped, rcond=1e-9, hermitian=True)
         targets = stored(traker, model_id, targets="test").astype(float)
         products = products + rows @ (inverse / np.abs(inverse).mean()) @ targets.T
     return products / count * q[:, None]

@@ -60,6 +60,7 @@ def architecture(name: str) -> Architecture:
     return next(entry for entry in hub() if entry.name == name)
 
 
+@pytest.mark.filterwarnings("ignore:.* loses .* of the norm of the features of module")  # of random weights
 @pytest.mark.parametrize("name", [*MORE_THAN_100, *OTHERS])
 def test_a_published_architecture_is_right_from_featurize_to_report(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,13 @@ from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import writing
 from trak_lite.data.columns import require_columns, wanted_rows
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import CheckpointError, InvalidInputError, MissingStoreError, StateError
+from trak_lite.errors import (
+    CheckpointError,
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    StateError,
+)
 from trak_lite.methods import AbstractMethod, as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
@@ -37,15 +44,18 @@ from trak_lite.retraining.verify import verify
 from trak_lite.retraining.what_if import Effects, try_removals, what_if
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import StoredSettings, versions
-from trak_lite.run.tables import all_score_paths, method_of_scores, scored_names
+from trak_lite.run.tables import method_of_scores, scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
 from trak_lite.store import Manifest, RemotePlace, open_store
 from trak_lite.store._names import check_name
+from trak_lite.store.manifest import compare_fingerprints, stored_json
 
 _DEFAULT_NAME = "targets"
 """Default of ``score.name``; a report without a name shows the only scores of a store."""
+_TRAINING = "trained-with.json"
+"""File beside the checkpoints of the recipe's ``train``: their number, and what they were trained with."""
 _SHOWN_TARGETS, _SHOWN_ROWS = 3, 5
 _SHOWN_GROUPS = 20
 _MOST_NAMED = 10_000_000
@@ -65,8 +75,11 @@ class Job:
     by: str | None = None
     """Column to print mean scores by."""
     attributor: Attributor = field(init=False)
+    _training: dict[str, Any] | None = field(init=False)
 
     def __post_init__(self) -> None:
+        # First: the recipe's functions may change the global variables in it.
+        self._training = self.recipe.training(self.config.recipe_arguments)
         model = self.recipe.call("build_model", self.config.recipe_arguments)
         self.attributor = Attributor(model, **self.config.attributor_arguments())
 
@@ -74,6 +87,11 @@ class Job:
     def train_data(self) -> Any:
         """The recipe's train data."""
         return self.recipe.call("train_data", self.config.recipe_arguments)
+
+    @property
+    def _samples(self) -> Any:
+        """The dataset of the train data; the length of a loader counts batches."""
+        return getattr(self.train_data, "dataset", self.train_data)
 
     @cached_property
     def train_rows(self) -> Rows:
@@ -85,6 +103,56 @@ class Job:
         """The rows of the recipe's targets that the config selects."""
         data = self.recipe.call("target_data", self.config.recipe_arguments)
         return Rows(data, **self.config.values["target_data"], what="the targets")
+
+    def _trained_with(self, num_rows: int | None = None) -> dict[str, Any]:
+        """Return JSON values that differ for trainings with other results, on the first ``num_rows`` rows or on all."""
+        data = Rows(self._samples, name=self.config.values["train_data"]["name"], what="the train data")
+        seed = self.config.values["train_seed"]
+        return {**(self._training or {}), "train_seed": seed, "dataset": data.identity(num_rows=num_rows)}
+
+    def _require_same_training(self) -> None:
+        """Raise if the checkpoints are of another training of the recipe, or not all of one.
+
+        Those of the user, and of earlier versions, have no file that says it.
+        """
+        folder = self.config.values["checkpoints"]
+        if not isinstance(folder, str) or not os.path.isfile(os.path.join(folder, _TRAINING)):
+            return
+        file = os.path.realpath(os.path.join(folder, _TRAINING))
+        stored = stored_json(sealed_content(file, _TRAINING, delete="its folder"), what=file)
+        number = stored["checkpoints"]
+        found = len(list(Path(folder).glob("checkpoint-*.safetensors")))
+        keep = f"To use what is there as it is, delete {_TRAINING} in it."
+        if found < number:
+            raise CheckpointError(
+                f"{folder} holds {found} of the {number} checkpoints of its training. Delete the folder, and make the "
+                f"call again. {keep}"
+            )
+        if self._training is None:
+            return
+        # Rows that were appended since are no other training.
+        num_rows, number = stored["dataset"]["num_rows"], len(self._samples)
+        given = self._trained_with(num_rows if number > num_rows else None)
+        if number > num_rows and not self.config.values["featurize"]["append"]:
+            warnings.warn(
+                f"The checkpoints in {folder} were trained on the first {num_rows} of the {number} train rows.",
+                UserWarning,
+                stacklevel=2,
+            )
+        where = f"The training of the checkpoints in {folder}"
+        remedy = f"Use another folder (--checkpoints PATH), or delete this one to train again. {keep}"
+        code = ("train()", "global variables")
+        values = {name: value for name, value in stored.items() if name in given}
+        compare_fingerprints(
+            {name: value for name, value in values.items() if name not in code},
+            {name: value for name, value in given.items() if name not in code},
+            where=where,
+            remedy=remedy,
+        )
+        try:
+            compare_fingerprints(values, given, where=where, remedy=remedy)
+        except ManifestMismatchError as error:  # a comment or a path may be no other training
+            warnings.warn(f"{error}", UserWarning, stacklevel=2)
 
     def train(self) -> int:
         """Train if the recipe defines ``train`` and there is no checkpoint; return the number of checkpoints written.
@@ -100,13 +168,12 @@ class Job:
                 f"There is no checkpoint at {folder}, the path in the run stored in {self.config.path}. To train and "
                 "write checkpoints, pass --checkpoints PATH: a path that a store names is never written to."
             )
+        trained_with = self._trained_with()
         folder = os.path.realpath(folder)  # scratch_folder follows no link
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         with scratch_folder(folder) as scratch:  # also removes the folders of killed trainings
             number = 0
-            # The length of a loader counts batches.
-            samples = getattr(self.train_data, "dataset", self.train_data)
-            trained = train(np.arange(len(samples)), self.config.values["train_seed"])
+            trained = train(np.arange(len(self._samples)), self.config.values["train_seed"])
             for number, state in enumerate(trained_states(trained), start=1):
                 file = f"{scratch}/checkpoint-{number}.safetensors"
                 save_file(state, file, {SEAL: BLANK})
@@ -115,6 +182,9 @@ class Job:
                 raise InvalidInputError(
                     "The recipe's train() returned no weights. Return or yield a state dict."
                 )
+            note = os.path.join(scratch, _TRAINING)
+            Path(note).write_text(json.dumps({SEAL: BLANK, "checkpoints": number, **trained_with}), "utf-8")
+            seal(note, _TRAINING)
             if _has_entries(folder):  # another process has written them
                 shutil.rmtree(scratch)
             else:
@@ -133,7 +203,7 @@ class Job:
                 )
             # Those of the user have no checksum.
             for file in Path(checkpoints).glob("checkpoint-*.safetensors"):
-                sealed_content(os.path.realpath(file), file.name, required=False)
+                sealed_content(os.path.realpath(file), file.name, required=False, delete="its folder")
         columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
         more = self.config.values["featurize"]
@@ -215,6 +285,8 @@ class Job:
         if command == "plan":
             yield
             return
+        if command in ("run", "featurize"):  # score needs no train data
+            self._require_same_training()
         config, time = self.config, datetime.now(UTC).isoformat(timespec="seconds")
         made_with = versions(self.attributor.device)
         record = RunRecord(command, time, config.values, self.recipe.digest, made_with)
@@ -341,7 +413,7 @@ def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
         opened = opener(config, store.manifest)
-        own, known = scored_names(store), sorted({path.split("/")[1] for path in all_score_paths(store)})
+        own, known = scored_names(store, own=True), scored_names(store)
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
     if chosen["dense"] and known and name not in known:

@@ -6,6 +6,7 @@ A recipe is executed if a config file or the command line names it. The recipe i
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
 import linecache
 import os
@@ -16,7 +17,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source, module_from_spec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of
+from trak_lite.core.fingerprint import describe_source
 from trak_lite.data.columns import Column, columns_of
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
@@ -77,7 +79,7 @@ class Recipe:
                     )
         return list(found.values())
 
-    def bound(self, name: str, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+    def bound(self, name: str, arguments: Mapping[str, Any]) -> partial[Any] | None:
         """Return a function with the arguments that it accepts; ``None`` if the recipe does not define it."""
         function = self.functions.get(name)
         if function is None:
@@ -86,6 +88,25 @@ class Recipe:
         # Lists become tuples: verify identifies a training by its arguments, and of a list only by its class.
         values = {key: _tuple(arguments[key]) for key in taken if key in arguments}
         return partial(function, **values)
+
+    def training(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return JSON values that differ for another ``train``, as of retrained models; ``None`` without ``train``.
+
+        They include the global variables that ``train`` itself names.
+        """
+        train = self.bound("train", arguments)
+        if train is None:
+            return None
+        own: Any = inspect.unwrap(train.func)
+        names = own.__code__.co_names if isinstance(own, FunctionType) else ()
+        known = own.__globals__ if names else {}
+        variables = {name: known[name] for name in names if name in known and not name.startswith("__")}
+        described = {SECTION: train.keywords, "global variables": variables}
+        of_values = {
+            part: {name: describe_source(value) for name, value in values.items()}
+            for part, values in described.items()
+        }
+        return {"train()": describe_source(train.func), **of_values}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call one of the required functions.

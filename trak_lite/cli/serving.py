@@ -20,7 +20,7 @@ from trak_lite.methods import as_method
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.tables import all_score_paths, num_train_rows, score_path, scored_names
+from trak_lite.run.tables import num_train_rows, score_path, scored_names
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -126,5 +126,5 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
 def _names(config: RunConfig) -> list[str]:
     """Return the names of the stored target sets, that of the config first."""
     with open_store(config.path) as store:
-        own, names = scored_names(store), {path.split("/")[1] for path in all_score_paths(store)}
+        own, names = scored_names(store, own=True), scored_names(store)
     return sorted(names, key=lambda name: (name != config.values["score"]["name"], name not in own, name))

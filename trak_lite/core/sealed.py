@@ -35,8 +35,10 @@ def seal(path: str, what: str) -> None:
         os.fsync(fd)
 
 
-def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np.uint8]:
+def sealed_content(path: str, what: str, *, required: bool = True, delete: str = "it") -> NDArray[np.uint8]:
     """Return the content of a file whose checksum is right; without ``required``, also of one that has none.
+
+    ``delete`` is what a user must delete of a damaged file.
 
     Raises:
         CorruptStoreError: If its checksum is wrong, or it has none.
@@ -47,12 +49,13 @@ def sealed_content(path: str, what: str, *, required: bool = True) -> NDArray[np
     found = _seal_of(content, what)
     if found is None and required:
         raise CorruptStoreError(
-            f"{path} has no checksum: it is damaged, or an earlier version of trak_lite wrote it. Delete it, and make "
-            "the call again."
+            f"{path} has no checksum: it is damaged, or an earlier version of trak_lite wrote it. Delete {delete}, and "
+            "make the call again."
         )
     if found is not None and content[found[0] :][:8].tobytes() != found[1]:
         raise CorruptStoreError(
-            f"{path} does not match its checksum: it is damaged, or was exchanged. Delete it, and make the call again."
+            f"{path} does not match its checksum: it is damaged, or was exchanged. Delete {delete}, and make the "
+            "call again."
         )
     return content
 

@@ -531,7 +531,7 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         _add(digest, "sparse", str(value.layout).encode())
         value = value.to_dense()
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         _add(digest, "tensor", f"{tuple(flat.shape)}{flat.dtype}".encode())
         if flat.numel():
             digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)

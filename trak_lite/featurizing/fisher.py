@@ -210,12 +210,15 @@ class FisherFits:
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         device = work.passes.device
         table = self.store.create_table(path, spec)
+        memory = torch.empty(
+            _GRAM_ROWS, widest, dtype=wide_dtype(device), device=device
+        )  # new memory costs time
         with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=work.ranks) as shared:
             for wanted in (wanted for batches in shared.rounds(wait=wait) for wanted in batches):
-                rows = torch.zeros(len(wanted), widest, dtype=wide_dtype(device), device=device)
+                rows = memory[: len(wanted)].zero_()
                 for segment in self.layout.segments:
                     self._add_products(rows, wanted, drawn, segment)
-                shared.put(wanted, {_GRAM: (scale * rows).float().cpu().numpy()})
+                shared.put(wanted, {_GRAM: rows.mul_(scale).float().cpu().numpy()})
 
     def _add_products(
         self, rows: Tensor, wanted: RowNumbers, drawn: AbstractRowTable, segment: Segment
@@ -231,8 +234,10 @@ class FisherFits:
                 part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
                 for first in range(0, len(places), _PANEL):
                     panel = columns[first : first + _PANEL]
-                    own = part[:, torch.from_numpy(panel).to(device)]
-                    stop = int(panel[-1]) + 1
+                    begin, stop = int(panel[0]), int(panel[-1]) + 1
+                    own = part[:, begin:stop]
+                    if stop - begin > len(panel):  # other processes compute the rows between
+                        own = own[:, torch.from_numpy(panel - begin).to(device)]
                     with full_float32(device):
                         rows[places[first] : places[first] + len(panel), :stop] += own.T @ part[:, :stop]
 

@@ -9,7 +9,8 @@ Shapes: B samples of a batch, n rows that are compared, K feature width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
@@ -19,11 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trak_lite.data.batches import flatten_batch, take_rows, undivided
-from trak_lite.data.datasets import RowNumbers
+from trak_lite.core.devices import full_float32
+from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.random import row_noise
+from trak_lite.data.batches import flatten_batch, rows_in_batches, take_rows, undivided
+from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
+    ManifestMismatchError,
     NonFiniteError,
     TrakLiteError,
     UnsupportedModelError,
@@ -36,7 +41,7 @@ from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models._adapters import changed_parameters, parameter_versions
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.store import AbstractRowTable, Column
-from trak_lite.types import Batch, OutputTerms
+from trak_lite.types import Batch, FeatureLayout, OutputTerms
 
 PROBED_ROWS: Final = 8
 """Largest number of rows of a table that are recomputed."""
@@ -53,9 +58,18 @@ _NOISE_FACTOR: Final = 16.0
 _SCALAR_ROUNDING: Final = 64 * float(np.finfo(np.float32).eps)
 _SCALE_BITS: Final = 2.0**-15
 """Relative rounding of the largest entry of a quantised row."""
-_STEPS: Final = {"int8": 127, "int4": 7}
+STEPS: Final = {"int8": 127, "int4": 7}
+"""Largest integer of each quantised dtype."""
 _HALF_SPACING: Final = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 0.0)}
 """Relative and absolute rounding of a stored entry."""
+_MOST_LOST: Final = {"float16": 0.1, "int8": 0.5, "int4": 0.9}
+"""Share of the norm of a module that its storage may lose. int8 and int4 lose 0.02 and 0.4 of modules of small MLPs and
+CNNs after training, and change their scores by 1 % and 15 %; int4 often loses half of one in other models."""
+_MOST_MOVED: Final = 0.05
+"""By which f of a text may change where rounding moves drawn labels."""
+_DRAWN: Final = "with drawn labels, "
+_OF_FIT: Final = (*OutputTerms._fields, *(f"{_DRAWN}{name}" for name in OutputTerms._fields))
+"""What of a train row is noted beside a fit."""
 
 Values = Mapping[str, NDArray[Any]]
 
@@ -123,9 +137,10 @@ def _naming_undivided(batch: Batch) -> Iterator[None]:
 
 def finite_numbers(features: Tensor, terms: OutputTerms) -> Tensor:
     """Return whether f, q, w and all features of every sample are finite, ``(4, B)``, on their device."""
-    return torch.stack(
-        [*(term.isfinite().to(features.device) for term in terms), features.isfinite().all(dim=1)]
-    )
+    # A sum takes a sixteenth of the time. It may overflow, so that it can only tell that all is well.
+    is_well = features.device.type == "cpu" and bool(features.sum().isfinite())
+    finite = features.new_ones(len(features), dtype=torch.bool) if is_well else features.isfinite().all(dim=1)
+    return torch.stack([*(term.isfinite().to(features.device) for term in terms), finite])
 
 
 def refuse_non_finite(
@@ -255,6 +270,104 @@ def differences(
     return differing
 
 
+def squares_and_losses(features: NDArray[Any], stored: NDArray[Any], column: Column) -> NDArray[np.float64]:
+    """Return sums over some rows, per entry ``(2, K)``: of squared features, and of squared errors of their storage."""
+    wide = features.astype(np.float64)  # float32 squares would underflow
+    if column.quantised:
+        steps = np.maximum(wide.max(axis=1), -wide.min(axis=1))[:, None] / STEPS[column.dtype]
+        errors = wide / np.where(steps > 0, steps, 1.0)
+        np.rint(errors, out=errors)
+        errors *= steps
+    else:
+        errors = stored.astype(np.float64)
+    errors -= wide
+    return np.stack([np.einsum("bk,bk->k", part, part) for part in (wide, errors)])
+
+
+def warn_of_lost_modules(
+    sums: NDArray[np.float64], layout: FeatureLayout, column: Column, label: str
+) -> bool:
+    """Warn of the module whose features lose most in storage, and return whether it is too much.
+
+    Kernels and cosines of a module do not depend on its scale: they weigh it fully however small it is.
+    """
+    squares, losses = np.add.reduceat(sums, [segment.start for segment in layout.segments], axis=1)
+    shares = np.sqrt(np.divide(losses, squares, out=np.zeros_like(losses), where=squares > 0))
+    worst, most = int(shares.argmax()), _MOST_LOST.get(column.dtype, np.inf)
+    if shares[worst] <= most:
+        return False
+    warnings.warn(
+        f"{label}: {column.dtype} loses {shares[worst]:.2g} of the norm of the features of module "
+        f"{layout.segments[worst].name!r}, and more than {most:g} in {(shares > most).sum()} of {len(shares)} modules, "
+        "because they are far smaller than those of other modules. Kernels and cosines of modules do not depend on "
+        "their size, so scores may be wrong. Store float32 (Attributor: dtype='float32').",
+        UserWarning,
+        stacklevel=2,
+    )
+    return True
+
+
+def compared_terms(
+    stored: NDArray[np.float64] | None,
+    model: nn.Module,
+    task: AbstractModelOutput,
+    rows: Rows,
+    device: torch.device,
+    *,
+    seed: int | None,
+    label: str,
+) -> NDArray[np.float64]:
+    """Return f, q and w of a few train rows, with a ``seed`` also for labels drawn from the model, ``(3 or 6, n)``.
+
+    Raises:
+        ManifestMismatchError: If they differ from the ``stored`` ones, which were noted when a fit began.
+    """
+    wanted = spread_rows(len(rows), PROBED_ROWS)
+    plan = rows_in_batches(wanted, rows.batch_size)
+    batches = [batch for part in plan for _, batch in rows.moved(part, device)]
+
+    def terms(numbers: RowNumbers, batch: Batch) -> NDArray[np.float64]:
+        call = ModelCall(model)
+        with torch.enable_grad(), passes_undone(model), full_float32(device):
+            found = [*task.evaluate(call, batch)]
+            if seed is not None:
+                with torch.no_grad():
+                    drawn = task.sample_labels(call, batch, row_noise(numbers, seed=seed, draw=0))
+                found += task.evaluate(call, drawn)
+        return torch.stack([term.detach().cpu().double() for term in found]).numpy()
+
+    def alone(place: int) -> Computed:
+        group, at = divmod(place, len(plan[0]))
+        return named(terms(wanted[place : place + 1], take_rows(batches[group], [at])))
+
+    def named(values: NDArray[np.float64]) -> Computed:
+        return Computed(dict(zip(_OF_FIT, values, strict=False)), values[0])
+
+    now = np.concatenate([terms(*pair) for pair in zip(plan, batches, strict=True)], 1)
+    if stored is None:
+        return now
+    columns = [Column(name, None, "float32") for name in _OF_FIT[: len(now)]]
+    rounding = rounding_of(model, device)
+
+    def differing_in(columns: Sequence[Column], rounding: float) -> dict[int, list[str]]:
+        done = DoneRows(wanted, named(stored).values, tuple(columns))
+        return differences(done, named(now), alone, rounding)
+
+    differing = differing_in(columns[:3], rounding)
+    # Rounding moves some of the labels of a text, and perhaps the only one of a sample.
+    drawn = differing_in(columns[3:], max(rounding, _MOST_MOVED)) if seed is not None else {}
+    if differing := differing or (drawn if len(drawn) > 1 else {}):
+        place, quantities = next(iter(differing.items()))
+        raise ManifestMismatchError(
+            f"{label}: row {wanted[place]} of {rows.what} differs from what it was when the stored fit was made: "
+            f"{', '.join(quantities)} (allowed rounding: {rounding:g}; {len(differing)} of {len(wanted)} compared rows "
+            "differ). Something that the fit depends on has changed: the samples, the model's code, attributes or "
+            "unsaved buffers, the task, or how it draws labels. Undo the change, use another path, or give the method "
+            "another seed, which makes a new fit."
+        )
+    return now
+
+
 def _spread(rows: RowNumbers, most: int) -> RowNumbers:
     """Return at most ``most`` evenly spread rows, with the first and the last one."""
     places = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
@@ -284,7 +397,7 @@ def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: C
     size = np.maximum(norms, np.median(norms))  # a very small row is mostly rounding
     largest = np.abs(there).max(axis=1)
     if column.quantised:
-        rounded = 0.5 * largest[:, None] / _STEPS[column.dtype]
+        rounded = 0.5 * largest[:, None] / STEPS[column.dtype]
     else:
         relative, absolute = _HALF_SPACING[column.dtype]
         rounded = relative * np.abs(there) + absolute

@@ -44,6 +44,7 @@ from trak_lite.errors import (
 )
 from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.row_checks import (
+    STEPS,
     Computed,
     DoneRows,
     differences,
@@ -52,6 +53,8 @@ from trak_lite.featurizing.row_checks import (
     naming_rows,
     refuse_non_finite,
     rounding_of,
+    squares_and_losses,
+    warn_of_lost_modules,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -66,8 +69,8 @@ from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors._scratch import is_scratch
 from trak_lite.run.tables import CAPTURED, FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
-from trak_lite.store import TableSpec
-from trak_lite.types import Batch, OutputTerms
+from trak_lite.store import Column, TableSpec
+from trak_lite.types import Batch, FeatureLayout, OutputTerms
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,8 @@ _COMPARED = (
 )
 _NUM_COLLATED = 8
 """Samples of a batch that are collated alone, to find a padded one."""
+_NUM_MEASURED = 4
+"""Rows of each of the first two batches whose loss in storage is measured by module."""
 _MAX_ROUNDING = 1e-2  # that the cast may take of a row's norm; float16 itself rounds to 5e-4
 
 
@@ -363,10 +368,13 @@ def _change(difference: float, f: Sequence[float], place: int, least: float = 0.
 class HostRows:
     """Columns of one batch, on their way to the host: they are waited for once, by :meth:`put`."""
 
-    def __init__(self, found: ComputedRows, spec: TableSpec) -> None:
+    def __init__(self, found: ComputedRows, spec: TableSpec, *, is_measured: bool = False) -> None:
         self._found = found
+        self.sums: NDArray[np.float64] | None = None
+        """Of the first rows, if they are measured; see :func:`squares_and_losses`."""
         features, terms = found.features, found.terms
-        stored, norms, lost = _in_storage_dtype(features, spec)
+        self.column = next(column for column in spec.columns if column.name == FEATURES)
+        stored, norms, lost = _in_storage_dtype(features, self.column)
         known = {
             FEATURES: stored,
             OUT_TO_LOSS: terms.out_to_loss_grad.float(),
@@ -375,7 +383,8 @@ class HostRows:
         }
         columns = {column.name: known[column.name] for column in spec.columns}
         self._names = tuple(columns)
-        values = [finite_numbers(features, terms), norms, lost, *columns.values()]
+        measured = features[: _NUM_MEASURED if is_measured else 0].float()
+        values = [finite_numbers(features, terms), norms, lost, measured, *columns.values()]
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self.is_done = self._copy.is_done
 
@@ -399,7 +408,7 @@ class HostRows:
             BusyError: If another run writes the same rows.
         """
         numbers = rows if numbers is None else numbers
-        finite, norms, lost, *columns = self._copy.arrays()
+        finite, norms, lost, measured, *columns = self._copy.arrays()
         refuse_non_finite(finite, numbers, what, self._found.computer, self._found.batch)
         values = dict(zip(self._names, columns, strict=True))
         for name in self._found.more:
@@ -411,15 +420,18 @@ class HostRows:
                 )
         wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
         if wrong.size:
-            first, dtype = wrong[0], values[FEATURES].dtype.name
-            loss = (
-                f"loses {lost[first]:.1%} of it" if np.isfinite(lost[first]) else "entries beyond its range"
-            )
+            first, dtype, loss = wrong[0], self.column.value_dtype, "entries beyond its range"
+            if np.isfinite(lost[first]):
+                dtype, loss = self.column.dtype, f"loses {lost[first]:.1%} of it"
+            advice = "Multiply f by a constant, so that float32 holds its gradients."
+            if dtype != "float32":
+                advice = "Store float32 (Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
             raise PrecisionError(
                 f"{dtype} cannot hold the features of rows {numbers[wrong][:5].tolist()}: row {numbers[first]} has "
-                f"norm {norms[first]:.3g} and {loss}. Store float32 "
-                "(Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
+                f"norm {norms[first]:.3g} and {loss}. {advice}"
             )
+        if len(measured):
+            self.sums = squares_and_losses(measured, values[FEATURES][: len(measured)], self.column)
         try:
             write(rows, values)
         except StateError as error:
@@ -448,6 +460,10 @@ class RowWork:
     progress: bool | None = None
     """Show the bar; ``None`` shows it on a terminal only."""
     remedy: str = "use another path (for targets: another name)"
+    modules: FeatureLayout | None = None
+    """Layout of the rows, to warn of a module that storage loses; ``None`` does not."""
+    told: list[str] = field(default_factory=list)
+    """Labels of tables of which there was such a warning; one is enough."""
 
     def fill(self, *, wait: bool = True) -> int:
         """Featurize the pending rows of the table and write them batch by batch; return the number written here.
@@ -470,14 +486,22 @@ class RowWork:
             # Of a table that is continued, a few rows alone may be zero.
             are_new = work.pending_at_first == table.spec.num_rows
             are_zero = are_new and isinstance(rows, Rows) and rows.may_be_zero
+            sums: list[NDArray[np.float64]] = []
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
-                copies = ((wanted, HostRows(found, table.spec)) for wanted, found in stream)
+                copies = (
+                    (
+                        wanted,
+                        HostRows(found, table.spec, is_measured=self.modules is not None and len(sums) < 2),
+                    )
+                    for wanted, found in stream
+                )
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
                 for wanted, copy in one_behind(copies):
                     written = work.written
                     copy.put(work.put, wanted, rows.what, numbers=rows.numbers(wanted))
                     are_zero = are_zero and copy.are_zero()
+                    sums += [] if copy.sums is None else [copy.sums]
                     if work.written > written:
                         own.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
@@ -492,6 +516,11 @@ class RowWork:
                 f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {copy.why_zero}"
             )
             warnings.warn(text, UserWarning, stacklevel=2)
+        to_warn = self.modules if sums and not self.told else None
+        if to_warn is not None and warn_of_lost_modules(
+            np.sum(sums, axis=0), to_warn, copy.column, self.label
+        ):
+            self.told.append(self.label)
         return work.written
 
     def check(self, wanted: RowNumbers | None = None) -> None:
@@ -589,22 +618,29 @@ def joined(parts: Sequence[ComputedRows]) -> Computed:
     return Computed({**values, **more}, outputs)
 
 
-def _in_storage_dtype(features: Tensor, spec: TableSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return features in the dtype of the table, the norms of rows ``(B,)``, and the shares of these that are lost.
+def _in_storage_dtype(features: Tensor, column: Column) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features in the dtype of a column, the norms of rows ``(B,)``, and the shares of these that are lost.
 
     A row that is very small compared with its batch (a sample that the model fits exactly) may lose more. Quantised
-    tables take float32. The error of quantisation, at most half the row's scale per entry, is not checked: int8 and
-    int4 accept it, and no row can overflow because each row has its own scale.
+    columns take float32. The error of quantisation, at most half the row's scale per entry, is accepted, except in rows
+    whose scale would be zero; no row can overflow because each row has its own scale.
     """
-    dtype = next(column.value_dtype for column in spec.columns if column.name == FEATURES)
-    stored = features.to(getattr(torch, dtype))
-    if stored.dtype == features.dtype:
+    stored = features.to(getattr(torch, column.value_dtype))
+    if stored.dtype == features.dtype and not column.quantised:
         nothing = features.new_zeros(len(features))
         return stored, nothing, nothing
     wide = features.to(torch.promote_types(features.dtype, torch.float32))  # NumPy has no bfloat16
-    norm, error = _norms(wide), _norms(stored.to(wide.dtype) - wide)
-    smallest = _NEXT_TO_NOTHING * norm.nanmedian()
-    return stored, norm, error / norm.clamp(min=smallest).clamp(min=torch.finfo(norm.dtype).tiny)
+    norm = _norms(wide)
+    error = _norms(stored.to(wide.dtype) - wide) if stored.dtype != features.dtype else torch.zeros_like(norm)
+    if column.quantised:
+        largest = torch.maximum(stored.amax(dim=1), -stored.amin(dim=1))
+        is_lost = largest < STEPS[column.dtype] * torch.finfo(torch.float32).tiny
+        error = torch.where(is_lost, norm, error)
+    return (
+        stored,
+        norm,
+        torch.where(norm > 0, error / norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian()), 0.0),
+    )
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ from trak_lite.run.tables import (
     checkpoint_tables,
     model_id_for,
     model_id_of,
+    num_train_rows,
     table_path,
 )
 from trak_lite.run.workspace import FirstRows, Workspace
@@ -211,6 +212,8 @@ class FeaturizingSession:
         self._origins: dict[str, dict[str, Any]] = {}
         """Name and source of the checkpoints of the store, by weights digest."""
         self._is_first, self._is_announced = True, False
+        self._told: list[str] = []
+        """Modules that storage loses, of which the user was warned."""
         self.loaded: list[str] = []
         """Digests of the weights that :meth:`featurize` loaded, in order."""
         self._computer: AbstractGradientComputer | None = None
@@ -243,38 +246,47 @@ class FeaturizingSession:
         self.ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
         known = checkpoint_tables(self.store) if self.workspace.exists else {}
-        self._refuse_replaced(checkpoint, digest, known)
+        self.run.featurized.add(digest)
+        self.refuse_replaced(
+            checkpoint,
+            digest,
+            known,
+            remedy="To keep both as checkpoints of one run, pass the weights: featurize(data, model.state_dict()).",
+            warns=True,
+        )
         return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
 
-    def _refuse_replaced(self, checkpoint: Checkpoint, digest: str, known: TrainTables) -> None:
+    def refuse_replaced(
+        self, checkpoint: Checkpoint, digest: str, known: TrainTables, *, remedy: str, warns: bool = False
+    ) -> None:
         """Raise if the store has other weights of the same file, or of the model itself: scores would mix both.
 
-        If this attributor featurized them, or the training is resumed, the model is being trained: it only warns.
+        If this attributor featurized them, or the training is resumed, the model is being trained: at most warn.
         State dicts are exempt, because they are named by their position only.
         """
-        own = self.run.featurized
-        own.add(digest)
-        if checkpoint.source is None and checkpoint.load is not None:
+        own, source = self.run.featurized, checkpoint.source
+        if digest in known or (source is None and checkpoint.load is not None):
             return
-        same = {"name": checkpoint.name, "source": checkpoint.source}
+        same = {"name": checkpoint.name, "source": None} if source is None else {"source": source}
         others = {}
         for other, table in known.items():
             if other not in self._origins:
                 self._origins[other] = {"source": None, **self.store.attributes(table_path(table))}
             if same.items() <= self._origins[other].items():
-                others[table_path(table)] = other in own
-        if digest in known or not others:
+                others[table_path(table)] = other
+        if not others:
             return
-        first = next(iter(others))
+        first, other = next(iter(others.items()))
+        name = self._origins[other].get("name")
         message = (
-            f"The store has other weights of {checkpoint.source or 'the model itself'} already ({', '.join(others)}, "
-            f"featurized as {checkpoint.name!r}), and scores are made with all checkpoints in it. For a retrained "
-            f"model use another path, or remove the old weights: drop_checkpoint({first!r}). To keep both as "
-            "checkpoints of one run, pass the weights: featurize(data, model.state_dict())."
+            f"The store has other weights of {source or 'the model itself'} already ({', '.join(others)}, featurized "
+            f"as {name!r}), and scores are made with all checkpoints in it. For a retrained model use another path, or "
+            f"remove the old weights: drop_checkpoint({first!r}). {remedy}"
         )
-        if not all(others.values()) and not self.run.is_resumed:
+        if not own.issuperset(others.values()) and not self.run.is_resumed:
             raise ManifestMismatchError(message)
-        warnings.warn(message, UserWarning, stacklevel=4)
+        if warns:
+            warnings.warn(message, UserWarning, stacklevel=4)
 
     def _featurize_train(
         self, checkpoint: Checkpoint, digest: str, rows: Rows, known: TrainTables, *, wait: bool
@@ -289,7 +301,8 @@ class FeaturizingSession:
         model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
         model_id = next(iter(stages), model_id)
         of_capture = {CAPTURED: captured} if captured else {}
-        attributes = {"name": checkpoint.name, "source": checkpoint.source}
+        attributes: dict[str, Any] = {"name": checkpoint.name, "source": checkpoint.source}
+        attributes["has_loader"] = checkpoint.has_loader
         written = None
         while written is None:
             fingerprint = settings.row_fingerprint(model_id, digest, adam)
@@ -474,6 +487,11 @@ class FeaturizingSession:
             )
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
+        else:
+            known = self.run.train if rows is None else rows
+            # Another process may have appended rows.
+            if known is not None and len(known) == num_train_rows(self.store.manifest):
+                fits.check(digest, known, device, label=f"The curvature of {label}")
         curvature = fits.curvature(digest, device)
         share, absolute = method.kronecker_share, method.absolute
         preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute, share=share)
@@ -589,7 +607,13 @@ class FeaturizingSession:
 
     def work(self, table: LazyTable, passes: RowPass, label: str) -> RowWork:
         """Return the work to fill a table, together with the ranks of the session."""
-        return RowWork(table, passes, label, ranks=self.ranks, progress=self.run.progress)
+        return RowWork(
+            *(table, passes, label),
+            ranks=self.ranks,
+            progress=self.run.progress,
+            modules=self.settings.modules,
+            told=self._told,
+        )
 
     def row_pass(
         self,

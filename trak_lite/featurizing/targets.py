@@ -16,6 +16,7 @@ from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import (
     complete_tables,
     model_id_of,
+    table_path,
     target_folder,
     target_table_path,
 )
@@ -23,6 +24,10 @@ from trak_lite.store import AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 
 logger = logging.getLogger(__name__)
+
+_TO_READ = (
+    "scores({name!r}) reads the stored scores, and score(..., checkpoints=...) names the weights to use."
+)
 
 
 @final
@@ -35,8 +40,8 @@ class TargetSet:
     name: str
     method: AbstractMethod
     """The method of the scores. It determines which features are needed."""
-    is_compared: bool = False
-    """Whether stored rows were computed again and compared."""
+    visited: set[str] = field(default_factory=set)
+    """Digests of the weights whose features were computed, or compared."""
 
     identity: dict[str, Any] = field(init=False)
     """JSON values that identify the targets; if the method uses a curvature fit, they include the fit."""
@@ -79,25 +84,43 @@ class TargetSet:
     def compare(self, train: TrainTables) -> None:
         """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
 
-        This detects changes of the targets or the model. It does nothing if stored targets were already compared, or
-        if no weights are available.
+        This detects changes of the targets or the model. It does nothing if all stored targets were already compared,
+        or if no weights are available.
+
+        Raises:
+            ManifestMismatchError: If a file or the model itself, featurized by another attributor, has other weights
+                now.
         """
-        solver: AbstractInverseMethod | None = self.method.inverse
-        if self.is_compared or (solver is not None and solver.reads_rows):  # see _fill
-            return
-        agreed = self.session.agreed
-        there = {digest: table for digest, table in train.items() if agreed(self._is_there(table))}
+        session = self.session
+        agreed = session.agreed
+        there = {
+            digest: table
+            for digest, table in train.items()
+            if digest not in self.visited and agreed(self._is_there(table))
+        }
         if not there:
             return
-        try:
-            for checkpoint in self.session.candidates(there):
-                digest = self.session.load(checkpoint)
-                if digest in there:
-                    self.session.check_train(train[digest])
-                    self._fill(train, digest, checkpoint.name)
-                    return
-        except CheckpointError as error:  # a missing file, needed for this comparison only
-            logger.info("Stored targets are not compared: %s", error)
+        # A loader may have made other weights of a file than it has; earlier versions did not note it.
+        plain = {
+            digest: table
+            for digest, table in train.items()
+            if session.store.attributes(table_path(table)).get("has_loader") is False
+        }
+        others, is_compared = there.keys() - session.run.featurized, False
+        for checkpoint in session.candidates(there):
+            try:
+                digest = session.load(checkpoint)
+            except CheckpointError as error:  # a missing file, needed for this comparison only
+                logger.info("Stored targets are not compared with %s: %s", checkpoint.name, error)
+                continue
+            if digest not in train:
+                session.refuse_replaced(checkpoint, digest, plain, remedy=_TO_READ.format(name=self.name))
+            if digest in there and not is_compared:
+                is_compared = True
+                session.check_train(train[digest])
+                self._fill(train, digest, checkpoint.name)
+            if is_compared and not others:
+                return
 
     def _fill(self, train: TrainTables, digest: str, label: str) -> None:
         """Compute the missing features of the loaded checkpoint, and compare a few of the stored ones.
@@ -105,7 +128,7 @@ class TargetSet:
         Stored ones are not compared if the curvature that they were multiplied by is no longer stored, because another
         fit has replaced it; nor those of a solver that reads the train rows, which costs passes over them.
         """
-        self.is_compared = True
+        self.visited.add(digest)
         session, method, table = self.session, self.method, train[digest]
         inverse: Inverse | None = None
         solver: AbstractInverseMethod | None = method.inverse

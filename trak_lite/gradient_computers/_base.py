@@ -476,10 +476,14 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return terms
 
     def _structure(self, batch: Batch, kept: Kept) -> tuple[Any, ...]:
-        """Return the structure of a batch and, last, the state outside: modes, kept names, the caller's autocast."""
+        """Return the structure of a batch and, last, the state outside it.
+
+        These are the modes, the kept names and those with tensor hooks, and the caller's autocast.
+        """
         modes = (self._tree or ModelTree(self.model)).modes
         autocast = torch.is_autocast_enabled(next(iter(kept.values())).device.type)
-        return *structure_of(batch), (modes, tuple(kept), autocast)
+        hooked = tuple(name for name, parameter in kept.items() if parameter._backward_hooks)
+        return *structure_of(batch), (modes, tuple(kept), hooked, autocast)
 
     def _chunks(self, count: int) -> Iterator[slice]:
         """Yield the row ranges that go through the model in one pass."""

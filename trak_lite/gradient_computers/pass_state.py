@@ -48,9 +48,17 @@ _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.Built
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _UNSEEN_READS: Final = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see."""
+_UNSEEN_IN_SCRIPTS: Final = ("prim::tolist", "aten::format", "aten::tensor_split")
 _IS_OWN: Final = weakref.WeakKeyDictionary[type, bool]()
-"""Whether a class of modules, or a base of it, is not torch's."""
+"""Whether a class of modules or of a task, or a base of it, is of a user."""
+_NOT_OWN: Final = frozenset({"abc", "builtins", "torch", "trak_lite"})
 _CONTAINERS: Final = frozenset({dict, types.MappingProxyType, list, tuple, set, frozenset, deque, np.ndarray})
+_NOT_ENTERED: Final = (Tensor, types.FunctionType, type, logging.Filterer, io.IOBase)
+_MEMBER_TYPES: Final = _ATOM_TYPES | {
+    *(types.FunctionType, property, classmethod, staticmethod),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType),
+}
+"""Types of attributes of classes that hold nothing else."""
 _ABSENT: Final = ...
 _COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
@@ -70,32 +78,10 @@ def identities(
     A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
     the result is meaningful as long as this is alive.
     """
-    alive.append(task)
-    for held in (task, *others):
+    for held in others:
         alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
-    places: list[int] = []
-    contents = _Contents(alive, places)
-    modules = [*model.modules()]
-    for kind in dict.fromkeys(map(type, modules)):
-        contents.add_class(kind)
-    for module in modules:
-        alive += (module, getattr(type(module), "forward", None))  # TorchScript has none
-        for name, value in vars(module).items():
-            alive.append(value)
-            if type(value) not in _ATOM_TYPES and name not in _OF_EVERY_MODULE:
-                contents.add(value, _LEVELS)
-        if contents.is_too_much:
-            return None
-        places.append(hash((*vars(module),)))
-        places += map(len, _hooks_of(module))
-        for tensor in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if tensor is None:
-                continue
-            if not is_plain(tensor):
-                return None
-            alive.append(tensor)
-            places += (tensor.data_ptr(), tensor.requires_grad, *tensor.stride())
-    return *map(id, alive), *places
+    contents = _Contents(alive, model)
+    return (*map(id, alive), *contents.places) if contents.add_all(task) else None
 
 
 def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
@@ -107,30 +93,70 @@ def _hooks_of(module: nn.Module) -> tuple[Sized, ...]:
 class _Contents:
     """What attributes hold, a few levels deep, and methods: they may be changed in place."""
 
-    def __init__(self, alive: list[Any], places: list[int]) -> None:
-        self._alive, self._places = alive, places
-        self._seen: set[int] = set()
+    def __init__(self, alive: list[Any], model: nn.Module) -> None:
+        self.modules = [*model.modules()]
+        """Those of the model; then also those that its attributes and the task hold, as in a list."""
+        self.places: list[int] = []
+        self._alive = alive
+        self._seen = set(map(id, self.modules))
+        self._classes: set[type] = set()
         self._num_bytes, self._num_entries = 0, 0
 
-    @property
-    def is_too_much(self) -> bool:
-        """Whether something was left out that may change."""
-        return self._num_bytes > _MOST_ARRAY_BYTES or self._num_entries > _MOST_ENTRIES
+    def add_all(self, task: object) -> bool:
+        """Add the modules and the task; return whether all that may change could be added."""
+        self._alive.append(task)
+        self.add_class(type(task))
+        self.add(task, _LEVELS + 2)
+        return all(map(self._add_module, self.modules))  # which grow
+
+    def _add_module(self, module: nn.Module) -> bool:
+        self.add_class(type(module))
+        self._alive += (module, getattr(type(module), "forward", None))  # TorchScript has none
+        for name, value in vars(module).items():
+            self._alive.append(value)
+            if type(value) not in _ATOM_TYPES and name not in _OF_EVERY_MODULE:
+                self.add(value, _LEVELS)
+        if self._num_bytes > _MOST_ARRAY_BYTES or self._num_entries > _MOST_ENTRIES:
+            return False
+        self._alive += module._modules.values()
+        held = module._parameters, module._buffers
+        names = [tuple(one.keys()) for one in (vars(module), module._modules, *held)]
+        self.places += (hash(tuple(names)), *map(len, _hooks_of(module)))
+        for tensor in itertools.chain(*(one.values() for one in held)):
+            if tensor is None:
+                continue
+            if not is_plain(tensor):
+                return False
+            self._alive.append(tensor)
+            layout = tensor.shape, tensor.stride(), tensor.dtype
+            hooks = len(tensor._backward_hooks or ())
+            self.places += (tensor.data_ptr(), tensor.requires_grad, hash(layout), hooks)
+        return True
 
     def add_class(self, found: type) -> None:
-        """Add the attributes of a class and its bases that are not torch's, methods above all."""
+        """Add the attributes of a class and its bases that are of a user, methods above all."""
+        if found in self._classes:
+            return
+        self._classes.add(found)
         for base in found.__mro__:
             is_own = _IS_OWN.get(base)
             if is_own is None:
-                is_own = _IS_OWN[base] = _package_of(base.__module__) not in ("torch", "builtins")
+                is_own = _IS_OWN[base] = _package_of(base.__module__) not in _NOT_OWN
             if is_own:
                 held = vars(base)
                 self._alive.extend(held.values())
-                self._places.append(hash((*held,)))
+                self.places.append(hash((*held,)))
+                for name, value in held.items():
+                    if type(value) not in _MEMBER_TYPES and not name.startswith("__"):
+                        self.add(value, _LEVELS)
 
     def add(self, value: Any, levels: int) -> None:
         """Add what a configuration, a dict, a list or an array holds."""
-        if id(value) in self._seen or isinstance(value, Tensor | nn.Module | types.FunctionType | type):
+        if id(value) in self._seen or isinstance(value, _NOT_ENTERED):
+            return
+        if isinstance(value, nn.Module):
+            self.modules += (one for one in value.modules() if id(one) not in self._seen)
+            self._seen.update(map(id, value.modules()))
             return
         self._seen.add(id(value))
         # Copies: another thread may change what is walked through.
@@ -145,7 +171,7 @@ class _Contents:
             return
         elif isinstance(value, functools.partial):
             contents = [value.func, value.args, value.keywords]
-        elif _package_of(type(value).__module__) == "torch":
+        elif _package_of(kind := type(value).__module__) == "torch" and "distributions" not in kind:
             return
         else:
             contents = []
@@ -153,9 +179,9 @@ class _Contents:
         if type(value) not in _CONTAINERS:  # an object, or a container with attributes
             contents += _slots_of(value)
             if hasattr(value, "__dict__"):
-                self._places.append(hash((*vars(value),)))
+                self.places.append(hash((*vars(value),)))
                 contents += vars(value).values()
-        self._places.append(len(contents))
+        self.places.append(len(contents))
         if len(contents) > _MOST_HELD * (1 + isinstance(value, dict)):
             return
         self._num_entries += len(contents)
@@ -175,7 +201,7 @@ class _Contents:
         if self._num_bytes <= _MOST_ARRAY_BYTES:
             own = value.tobytes() if isinstance(value, np.ndarray) else value
             layout = (value.shape, value.strides, value.dtype) if isinstance(value, np.ndarray) else ()
-            self._places += (size, zlib.crc32(own), hash(layout))
+            self.places += (size, zlib.crc32(own), hash(layout))
 
 
 def _slots_of(value: Any) -> list[Any]:
@@ -253,7 +279,7 @@ class Outside:
         return names
 
     def values(self) -> tuple[Any, ...] | None:
-        """Return the values as they are now, and their types; ``None`` if one is of another kind or elsewhere."""
+        """Return the values as they are now, and their texts; ``None`` if one is of another kind or elsewhere."""
         if any(namespace.get(name) is not owner for namespace, name, owner in self._owners.values()):
             return None
         if not self._getters:
@@ -269,8 +295,8 @@ class Outside:
         found += [namespace.get(name, _ABSENT) for namespace, name in self._absent.values()]
         found += [variable.get(None) for variable in self._variables]
         if len(self._last) != 2 * len(found) or not all(map(operator.is_, found, self._last)):
-            kinds = [*map(type, found)]  # 1, 1.0 and True are equal
-            self._last = (*found, *kinds) if _COMPARED.issuperset(kinds) else ()
+            texts = map(repr, found)  # 1, 1.0 and True are equal, and 0.0 and -0.0
+            self._last = (*found, *texts) if _COMPARED.issuperset(map(type, found)) else ()
         return self._last if self._last or not found else None
 
 
@@ -282,7 +308,9 @@ def python_state(
     ``None`` if a pass runs hooks of the user or iterators, or reads values where no mode of torch sees it. ``outside``
     notes what code reads.
     """
-    for module in model.modules():
+    contents = _Contents([], model)
+    contents.add_all(task)
+    for module in contents.modules:
         own = [p for p in module._parameters.values() if p is not None]
         if any(_hooks_of(module)) or any(p._backward_hooks for p in own) or _reads_unseen(module):
             return None
@@ -290,11 +318,11 @@ def python_state(
     try:
         held = [
             (name, described(value))
-            for module in model.modules()
+            for module in contents.modules
             for name, value in vars(module).items()
             if name not in ("_parameters", "_buffers", "_modules")
         ]
-        code = list(map(described, (*_code_of(model, task), *contextvars.copy_context().values())))
+        code = list(map(described, (*_code_of(contents.modules, task), *contextvars.copy_context().values())))
     except _UnseenError:
         return None
     generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]
@@ -306,7 +334,10 @@ class _UnseenError(Exception):
 
 
 def _reads_unseen(value: Any) -> bool:
-    """Whether it is a function that reads values where no mode of torch sees it, or TorchScript with ``tolist``."""
+    """Whether it is a function that reads values where no mode of torch sees it, or TorchScript with ``tolist``.
+
+    Or TorchScript with another operation that reads so.
+    """
     if isinstance(value, types.BuiltinFunctionType):
         return value.__name__ in _UNSEEN_READS
     code: list[Any] = []
@@ -314,15 +345,15 @@ def _reads_unseen(value: Any) -> bool:
         code = [value]
     elif isinstance(value, torch.jit.ScriptModule):
         code = [value._c._get_method(name) for name in value._c._method_names()]
-    return any(one.inlined_graph.findAllNodes("prim::tolist") for one in code)
+    return any(one.inlined_graph.findAllNodes(kind) for one in code for kind in _UNSEEN_IN_SCRIPTS)
 
 
-def _code_of(model: nn.Module, task: Any) -> Iterator[Any]:
-    """Yield the task, and the methods and attributes of the model's classes that are not torch's."""
+def _code_of(modules: Iterable[nn.Module], task: Any) -> Iterator[Any]:
+    """Yield the task, and the methods and attributes of its class and the modules' classes that are of a user."""
     yield task
-    classes = {base for module in model.modules() for base in type(module).__mro__}
+    classes = {base for one in (task, *modules) for base in type(one).__mro__}
     for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        if _package_of(found.__module__) not in ("torch", "builtins"):
+        if _package_of(found.__module__) not in _NOT_OWN:
             for name, value in vars(found).items():
                 yield from functions_of(value)
                 if not name.startswith("__") and isinstance(value, (*_ATOMS, list, dict, set, Tensor)):

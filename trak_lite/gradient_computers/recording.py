@@ -311,7 +311,8 @@ class _Writer:
         words += [f"{name}={self._text(value)}" for name, value in step.kwargs.items()]
         call = f"{self._value(step.function._op)}({', '.join(words)})"
         if step.value is not None:
-            return f"if {call} != {self._value(step.value)}: raise OtherPathError"
+            # As texts: -0.0 and 0.0 are equal.
+            return f"if repr({call}) != {repr(step.value)!r}: raise OtherPathError"
         names = ["_" if n is None or n in self._fixed else f"v{n}" for n in step.outputs]
         if not names or set(names) == {"_"}:
             return call

@@ -9,6 +9,7 @@ on the schedule of the self-check and after the last batch. On CUDA, short opera
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import logging
 import time
@@ -122,8 +123,8 @@ class _Kind:
     seconds: float = float("inf")
     """Shortest pass after the first, whose plan has to be made."""
     recording: Recording | None = None
-    constants: Sequence[tuple[Tensor, int | None]] = ()
-    """Tensors that the recording takes to be unchanged, and their versions; a training may change them in place."""
+    constants: Sequence[tuple[Tensor, int | None, int]] = ()
+    """Tensors that the recording takes to be unchanged, their versions and places; a training may change them."""
     graph: Callable[..., list[Tensor]] | None = None
     """Runs in place of the recording."""
     may_be_captured: bool = True
@@ -151,7 +152,10 @@ class _Kind:
         self.rows.clear()
 
     def has_other_constants(self) -> bool:
-        return any(version_of(tensor) != version for tensor, version in self.constants)
+        return any(
+            version_of(tensor) != version or tensor.data_ptr() != place
+            for tensor, version, place in self.constants
+        )
 
 
 @final
@@ -419,7 +423,7 @@ class Replays:
             )
         try:
             kind.recording = tape.finish(found)
-            kind.constants = [(tensor, version_of(tensor)) for tensor in tape.constants()]
+            kind.constants = [(one, version_of(one), one.data_ptr()) for one in tape.constants()]
         except UnrecordableError as error:
             self._refuse(kind, computer, str(error))
         else:
@@ -481,7 +485,8 @@ class Replays:
             error = SelfCheckError(
                 f"{type(computer.model).__name__} or its task gave other rows than the operations that it ran in an "
                 "earlier batch: something outside the batch and outside the model's tensors has changed (a counter, a "
-                "cache, a global value). Expected rows that depend on the sample and the weights only."
+                "cache, a global value), or Python read a value of the batch unseen. Expected rows that depend on the "
+                "sample and the weights only."
             )
             for known in self._kinds.values():
                 known.forget_replays()
@@ -579,7 +584,8 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             flags.append((type(value), *names, *beside))
             return all(map(walk, parts)) and all(map(walk_beside, beside.values()))
         flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
-        return value is None or isinstance(value, bool | int | float | str)
+        has_more = hasattr(value, "__dict__") and not isinstance(value, enum.Enum)  # attributes
+        return value is None or (isinstance(value, bool | int | float | str) and not has_more)
 
     def walk_beside(value: Any) -> bool:
         known = next((place for place, leaf in enumerate(leaves) if leaf is value), None)

@@ -9,10 +9,11 @@ NumPy, results whose shape depends on values, random numbers, writes into tensor
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
@@ -39,6 +40,8 @@ _READS = {
     torch.ops.aten._nested_tensor_from_mask_left_aligned.default,
     torch.ops.aten.allclose.default,
     torch.ops.aten.equal.default,
+    torch.ops.aten.q_scale.default,
+    torch.ops.aten.q_zero_point.default,
 }
 """Operations that return values of tensors to Python."""
 _SAME = {
@@ -51,7 +54,10 @@ _SAME = {
 _UNSEEN_READS = {"__array__", "__dlpack__", "__format__", "__repr__", "data_ptr", "numpy", "tolist"}
 _UNSEEN_READS |= {"apply_", "map2_", "map_"}
 _CONSTRUCTORS = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"})
-"""Functions that read the tensors in a list without an operation."""
+_INDEXES = frozenset({"__getitem__", "__setitem__"})
+"""Functions that read the tensors in a list (of an index, in a list in its tuple) without an operation."""
+_CONVERSIONS = frozenset({"__bool__", "__complex__", "__float__", "__index__", "__int__", "item"})
+"""Functions that read by an operation, but not where torch calls them for the entries of a list."""
 _READ_SIZES = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})
 """Functions that divide their first argument by a tensor of integers, which they read without an operation."""
 _MOST_OPERATIONS = 50_000
@@ -133,7 +139,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made:
             gc.collect()  # graphs of autograd, which hold tensors as a traced module holds its own
         gc.unfreeze()
-        if any(tensor._use_count() == 1 for tensor in made):  # type: ignore[attr-defined]
+        bases = [id(view._base) for view in self._held.values()]  # each holds the tensor once more
+        if any(tensor._use_count() - bases.count(id(tensor)) == 1 for tensor in made):  # type: ignore[attr-defined]
             self.refuse("it reads a tensor that was made where operations are not seen, as in another thread")
 
     def _is_unknown(self, number: int) -> bool:
@@ -235,7 +242,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roots[number] = self._memory.setdefault(storage, number)
         if storage in self._made or self._roots[number] < min(number, self._num_inputs):
             self.refuse("a tensor of the batch is given another identity without an operation")
-        self._varies[self._roots[number]] |= varies
+        self._varies[self._roots[number]] |= varies or tensor.is_inference()  # has no version
         self._constants[number] = tensor
         self._anchored.add(number)
         return number
@@ -315,18 +322,36 @@ class _UnseenReads(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         values = [*args, *kwargs.values()]
-        lists = [value for value in values if isinstance(value, list | tuple)]
+        index = values[1] if name in _INDEXES else ()
         if (
             name in _UNSEEN_READS
-            or (name in _CONSTRUCTORS and tensors_of(lists))
+            or (name in _CONSTRUCTORS and any(map(_lists_tensors, values)))
+            or any(map(_lists_tensors, index if isinstance(index, tuple) else [index]))
             or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in tensors_of(values[1:])))
         ):
             self._tape.refuse(f"values are read by {name}, which is no operation")
+        if name in _CONVERSIONS:
+            num_steps = len(self._tape._steps)
+            found = func(*args, **kwargs)
+            if len(self._tape._steps) == num_steps:
+                self._tape.refuse(
+                    f"values are read by {name} without an operation, as for the entries of a list"
+                )
+            return found
         if func is torch.nn.functional.one_hot and values[-1] is not values[0] and values[-1] > 0:
             # It only refuses classes that do not fit, as its scatter does in a replay.
             with self._tape.reads_ignored():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _lists_tensors(value: Any) -> bool:
+    """Whether a sequence of any class holds tensors."""
+    if isinstance(value, Tensor | str | bytes | np.ndarray) or not (
+        isinstance(value, Iterable) and isinstance(value, Sized)
+    ):
+        return False
+    return any(isinstance(one, Tensor) or _lists_tensors(one) for one in value)
 
 
 def _fails_without_values(func: Any, args: Any, kwargs: Any) -> bool:

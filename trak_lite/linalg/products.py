@@ -11,13 +11,13 @@ narrower dtype is upcast some rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from trak_lite.core.devices import full_float32
+from trak_lite.core.devices import full_float32, wide_dtype
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import SegmentKernel, check_rows, check_widths
 from trak_lite.types import FeatureLayout
@@ -26,6 +26,27 @@ _TILE_ROWS: Final = 256
 """Rows upcast at a time on a CPU, whose cache they fit into."""
 _TILE_BYTES: Final = 1 << 26
 """Upcast rows on other devices, where a launch takes longer than the product of few rows."""
+_SMALL_LAMBDA: Final = 1e-2
+"""Smallest lambda for products in float32, as a share of the mean of the eigenvalues that can be above zero."""
+
+
+def product_dtype(
+    lambdas: Iterable[float | None], trace: float, *, rank: int, device: torch.device
+) -> torch.dtype:
+    """Return the dtype that targets are rounded to before their products with rows: float32, or the widest.
+
+    If the rows do not span the features, a target has a part that is orthogonal to all of them, and that
+    (H + lambda I)^-1 divides by lambda. For a small lambda the rounding of this part to float32 is larger than the
+    scores. ``None`` is the default lambda, which is never small.
+
+    Args:
+        lambdas: In the unit of the trace.
+        trace: Sum of the eigenvalues.
+        rank: How many eigenvalues can be above zero.
+        device: Device of the products.
+    """
+    small = any(0 < (value or 0.0) * rank < _SMALL_LAMBDA * trace for value in lambdas)
+    return wide_dtype(device) if small else torch.float32
 
 
 @torch.no_grad()

@@ -287,9 +287,10 @@ def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor
 
     Another shape, or (when run eagerly) a number that is not finite, raises InvalidInputError.
     """
-    column = _of_shape(fields, name, like.shape, "one real number per sample").to(like.dtype)
+    given = _of_shape(fields, name, like.shape, "one real number per sample")
+    column = given.to(like.dtype)
     valid = column.isfinite()
-    refuse_invalid(valid, column, expected="a finite number", what=name)
+    refuse_invalid(valid, given, expected=f"a finite number of {like.dtype}", what=name)
     return column, nan_unless(valid, column)
 
 
@@ -303,9 +304,10 @@ def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Ten
     """
     shape = (predicted.shape[0], predicted.shape[1] + 1)
     column = _of_shape(fields, name, shape, "one number per token, aligned with the labels")
-    column = column[:, 1:].to(like.dtype).masked_fill(~predicted, 0.0)
+    given = column[:, 1:]
+    column = given.to(like.dtype).masked_fill(~predicted, 0.0)
     valid = column.isfinite()
-    refuse_invalid(valid, column, expected="a finite number", what=name)
+    refuse_invalid(valid, given, expected=f"a finite number of {like.dtype}", what=name)
     return column * nan_unless(valid, column)
 
 

@@ -26,17 +26,18 @@ from torch import Tensor
 
 from trak_lite.core.devices import float64_device, in_float64
 from trak_lite.data.batches import with_fields
-from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless
+from trak_lite.modelout_functions._inputs import LABEL_KEYS, fields_of, nan_unless, refuse_invalid
 from trak_lite.types import Batch, OutputTerms
 
 UniformNoise: TypeAlias = Callable[[Sequence[int]], Tensor]
 """``noise(shape)`` returns float64 numbers in (0, 1), ``(B, *shape)``; those of a sample depend only on its row."""
 
 
-def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
+def class_margins(logits: Tensor, labels: Tensor, *, unused: Tensor | None = None) -> Tensor:
     r"""Return :math:`l_y - \log\sum_{j \neq y} e^{l_j}` over the last axis of logits ``(..., C)``, for int64 labels.
 
-    A label out of range gives NaN in the margin and in its gradient.
+    A label out of range gives NaN in the margin and in its gradient. Where ``unused``, of the labels' shape, is true,
+    the result is some number, finite also if the label's logit is minus infinity.
 
     Example:
         >>> class_margins(torch.tensor([[1e4, 9998.0]]), torch.tensor([0]))
@@ -46,7 +47,11 @@ def class_margins(logits: Tensor, labels: Tensor) -> Tensor:
     # An index out of range is a fatal CUDA error, so clamp it here and set the result to NaN below.
     index = labels.clamp(0, count - 1).unsqueeze(-1)
     # Subtract the label's logit before logsumexp, not after: a large common offset then costs no precision.
-    rivals = logits - logits.gather(-1, index)
+    own = logits.gather(-1, index)
+    if unused is not None:
+        # A zero gradient times that of a margin that is not finite would be NaN.
+        own, index = own.masked_fill(unused.unsqueeze(-1), 0.0), index.masked_fill(unused.unsqueeze(-1), -1)
+    rivals = logits - own
     is_label = torch.arange(count, device=logits.device) == index
     margins = -rivals.masked_fill(is_label, -torch.inf).logsumexp(-1)
     return margins * nan_unless((labels >= 0) & (labels < count), margins)
@@ -124,8 +129,22 @@ def sampled_answers(logits: Tensor, noise: UniformNoise) -> Tensor:
 
 @torch.no_grad()
 def sampled_values(means: Tensor, noise: UniformNoise) -> Tensor:
-    """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``."""
+    """Return values drawn from unit Gaussians around ``means``, both ``(B, ...)``.
+
+    Means so large that their dtype would round the noise to steps raise InvalidInputError, or give NaN where values
+    are not read.
+    """
+    largest = 0.5 / torch.finfo(means.dtype).eps
+    valid = (means.abs() <= largest) | ~means.isfinite()
+    refuse_invalid(
+        valid,
+        means,
+        what="predictions",
+        expected=f"at most {largest:.2g} in size: a label is drawn around it with a variance of 1, and {means.dtype} "
+        "rounds a larger one to steps. Standardise the targets, use a model in float64, or a method that draws no "
+        "labels (GaussNewton, EKFAC(fisher='curvature') or EKFAC(fisher='empirical'))",
+    )
     drawn = noise(means.shape[1:]).to(float64_device(means.device))
     # Cast first, then move: the means' device may not support float64.
     values: Tensor = means + torch.special.ndtri(drawn).to(means.dtype).to(means.device)
-    return values
+    return values * nan_unless(valid, values)

@@ -114,7 +114,7 @@ def label_terms(
             "or check the masking."
         )
     # Replace ignored labels by the valid label 0, so that only labels out of range become NaN.
-    margins = class_margins(logits, labels.masked_fill(~predicted, 0))
+    margins = class_margins(logits, labels.masked_fill(~predicted, 0), unused=~predicted)
     some = (count > 0).reshape(-1, *[1] * (labels.dim() - 1))
     terms = F.logsigmoid(margins) if output == "log_prob" else margins
     # A sample without labelled positions keeps all terms, so that its gradient becomes NaN as well.

@@ -270,9 +270,9 @@ class RegressionModelOutput(AbstractModelOutput):
         predictions, targets = _aligned(*logits_and_labels(model_call, batch))
         if targets.is_complex() or targets.dtype == torch.bool:
             raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
-        targets = targets.to(predictions.dtype)
+        given, targets = targets, targets.to(predictions.dtype)
         finite = targets.isfinite()
-        refuse_invalid(finite, targets, expected="a finite number", what="targets")
+        refuse_invalid(finite, given, expected=f"a finite number of {targets.dtype}", what="targets")
         if self.output == "neg_squared_error":
             squared = (predictions - targets).square() * nan_unless(finite, targets)
             return linear_terms(-0.5 * squared.unsqueeze(-1).flatten(1).sum(1))

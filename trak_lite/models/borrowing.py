@@ -151,6 +151,21 @@ def turn_of_thread(model: nn.Module) -> threading.RLock:
     return _TURNS.setdefault(id(model), threading.RLock())
 
 
+def refuse_expanded(model: nn.Module) -> None:
+    """Raise :class:`InvalidInputError` if a parameter or buffer is expanded, so that no values can be put back."""
+    expanded = [
+        name
+        for name, tensor in _tensors(model).items()
+        if tensor.layout == torch.strided
+        and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    ]
+    if expanded:
+        raise InvalidInputError(
+            f"Entries of {expanded[0]!r} share memory, because it is expanded: its values cannot be put back. Make it "
+            "a copy: tensor.contiguous()."
+        )
+
+
 @contextmanager
 def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]:
     refuse_unsupported_sharding(model)

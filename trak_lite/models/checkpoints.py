@@ -89,6 +89,8 @@ class Checkpoint:
     """Whether the capture of this name has computed its train rows, with the weights before each step."""
     is_held: bool = False
     """Whether the state dict is there before the first checkpoint is loaded, and no code of the user makes it later."""
+    has_loader: bool = False
+    """Whether a function of the user makes the state dict, which may be another one than the file has."""
 
 
 def iterate_checkpoints(
@@ -110,7 +112,7 @@ def iterate_checkpoints(
             is_path = isinstance(item, str | os.PathLike)
             name = Path(item).stem if is_path else str(number)
             source = str(Path(item).absolute()) if is_path and Path(item).exists() else None
-            yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item))  # type: ignore[misc]
+            yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item), has_loader=True)  # type: ignore[misc]
         return
     if checkpoints is None:
         yield Checkpoint("current", None, None)

@@ -339,8 +339,11 @@ def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np
         )
     targets = _calibrated_targets(rows, calibration, np.array(calibration.weights))
     scores = np.zeros((rows.num_rows, rows.num_targets), np.float32)
+    dtype = rows.product_dtype(*calibration.dampings)
     for view in VIEWS:
-        terms = [ScoreTerm(table, own.float()) for table, own in zip(rows.train, targets[view], strict=True)]
+        terms = [
+            ScoreTerm(table, own.to(dtype)) for table, own in zip(rows.train, targets[view], strict=True)
+        ]
         for tile in tile_ranges(rows.num_rows, rows.num_rows):
             scores[tile.start : tile.stop] += score_tile(terms, tile, q=view).cpu().numpy()
     return scores

@@ -41,7 +41,7 @@ from trak_lite.modelout_functions import (
 )
 from trak_lite.modelout_functions._base import fisher_task
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.models.borrowing import refuse_without_values, resolve_device
+from trak_lite.models.borrowing import refuse_expanded, refuse_without_values, resolve_device
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded, refuse_sharded, refuse_unsupported_sharding
 from trak_lite.projectors import AbstractProjector
@@ -92,6 +92,7 @@ class AttributorSettings:
     ) -> None:
         """Check and resolve every setting; the arguments are those of :class:`~trak_lite.Attributor`."""
         refuse_without_values(model)
+        refuse_expanded(model)
         self.device = resolve_device(device, model)
         refuse_unsupported_sharding(model)
         self._model = model
@@ -220,6 +221,14 @@ class AttributorSettings:
             grad_wrt=list(self.parameters),
             **more,
         )
+
+    @property
+    def modules(self) -> FeatureLayout | None:
+        """The layout of rows that are rounded, if the method weighs modules by themselves, whatever their size."""
+        layout, method = self.layout, self.method
+        by_module = method.kernel is not None or method.inverse is not None or method.unit_scope(layout)
+        is_rounded = self.train_table(1, {}).columns[0].dtype != "float32"
+        return layout if by_module and is_rounded and len(method.layout_of(layout).segments) > 1 else None
 
     def num_fit_rows(self, num_rows: int) -> int:
         """Return the number of gradients that ``featurize`` computes for the fit of a checkpoint; 0 without a fit."""

@@ -178,9 +178,10 @@ def all_score_paths(store: AbstractFeatureStore) -> list[str]:
     return [*store.table_names("scores"), *store.table_names("views")]
 
 
-def scored_names(store: AbstractFeatureStore) -> list[str]:
-    """Return the names of the target sets that have scores of the attributor's method."""
-    return [path.removeprefix("scores/") for path in store.table_names("scores")]
+def scored_names(store: AbstractFeatureStore, *, own: bool = False) -> list[str]:
+    """Return the names of the target sets that have scores, sorted; with ``own`` of the attributor's method."""
+    paths = store.table_names("scores") if own else all_score_paths(store)
+    return sorted({path.split("/")[1] for path in paths})
 
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:

@@ -108,7 +108,7 @@ class Workspace:
         try:
             if appended_to is not None:
                 self._take_up_appended_rows(self._store, appended_to)
-            self._compare(self._store.manifest)
+            self.compare(self._store.manifest, manifest)
         except StoreError:
             self.close()
             raise
@@ -233,21 +233,22 @@ class Workspace:
         added = given["dataset"]["num_rows"] - num_rows
         logger.info("Appended %d rows to the %d train rows.", added, num_rows)
 
-    def _compare(self, stored: Manifest) -> None:
-        """Compare the given settings with the stored ones; without a dataset, only the settings."""
-        given, compared = self._manifest.fingerprint, dict(stored.fingerprint)
+    def compare(self, stored: Manifest, manifest: Manifest) -> None:
+        """Raise if a manifest differs from that of the store; without a dataset, only its settings are compared."""
+        given, compared = manifest.fingerprint, dict(stored.fingerprint)
         if "dataset" not in given:
             compared.pop("dataset", None)
-        keys = [key for key, *_ in differing_keys(compared, given)]
+        differing = {key: values for key, *values in differing_keys(compared, given)}
         is_captured = all(
-            key.startswith("task.function.") and not key.endswith((".source", ".callable")) for key in keys
+            key.startswith("task.function.") and not key.endswith((".source", ".callable"))
+            for key in differing
         )
         remedy = {"remedy": _OF_CAPTURED} if is_captured else {}
         try:
             compare_fingerprints(compared, given, where=self.name, **remedy)
         except ManifestMismatchError as error:
-            cause = _cause(keys)
-            cause = cause or _other_settings(stored, self._manifest)
+            cause = _cause(differing)
+            cause = cause or _other_settings(stored, manifest)
             error = ManifestMismatchError(f"{cause}{error}")
             if "dataset." in str(error) and "dataset.num_rows" not in str(error):
                 raise ManifestMismatchError(
@@ -255,7 +256,7 @@ class Workspace:
                     "switch the randomness off, or seed it with the index of the row. If it is the same data with "
                     "other bytes on another machine (another decoder), pass Rows(data, name=...) at every call."
                 ) from None
-            longer = 0 < num_train_rows(stored) < num_train_rows(self._manifest)
+            longer = 0 < num_train_rows(stored) < num_train_rows(manifest)
             if longer and "indices" in given["dataset"]:  # only the Attributor can append rows
                 raise ManifestMismatchError(
                     f"{error} If rows were appended to the same data, pass append=True."
@@ -263,13 +264,18 @@ class Workspace:
             raise error from None
 
 
-def _cause(keys: Sequence[str]) -> str:
+def _cause(differing: Mapping[str, Sequence[Any]]) -> str:
     """Return a sentence on what differs, for keys that are digests or follow from others; else ``""``."""
-    data = [key for key in keys if key.startswith("dataset.")]
-    if any(key.startswith("parameters.") for key in keys):
+    data = [key for key in differing if key.startswith("dataset.")]
+    if any(key.startswith("parameters.") for key in differing):
         return "The rows are of another model (or of other parameters of it, grad_wrt): use another path. "
     if data == ["dataset.indices"]:
         return "The rows are of the same dataset in another order, or of others of its samples. "
+    if data == ["dataset.collated"]:
+        return "The collate function makes other batches of the same samples. "
+    there, here = differing.get("dataset.num_rows", (None, None))
+    if isinstance(there, int) and isinstance(here, int):
+        return f"The data have {'more' if here > there else 'fewer'} rows than those of the store. "
     return "The rows are of other samples, or of the same ones in another order. " if data else ""
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.core.validate import some_of
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
-from trak_lite.linalg.products import self_scores
+from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
@@ -122,6 +122,14 @@ class ScoreSource:
         if self._grams is not None:
             self._grams.make(self.train, self.ranks)
         terms = []
+        settings = None if self._grams is None else self._grams.settings
+        dtype = self.product_dtype() if settings is None else self.product_dtype(settings.damping)
+        if (
+            settings is not None
+            and settings.lambda_reg
+            and self.num_rows < max(s.width for s in self.layout.segments)
+        ):
+            dtype = wide_dtype(self.device)  # the trace, which it is small or large against, is not known yet
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
             if self._grams is None:
@@ -133,7 +141,7 @@ class ScoreSource:
                     rows = precondition(rows, self._kernels(table, self._grams), layout=self.layout)
                 solved = rows.to(wide_dtype(self.device))
                 self.ranks.send_to_all(solved)
-            terms.append(ScoreTerm(table, (solved * weight).float(), self._transform))
+            terms.append(ScoreTerm(table, (solved * weight).to(dtype), self._transform))
         return terms
 
     def gram_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -180,8 +188,13 @@ class ScoreSource:
                 num_rows=self.num_rows,
                 settings=self._grams.settings,
             )
-            terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).float()))
+            terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).to(self.product_dtype(*dampings))))
         return terms
+
+    def product_dtype(self, *dampings: float | None) -> torch.dtype:
+        """Return the dtype of targets that were multiplied by (H + lambda I)^-1 at these dampings."""
+        width = max(segment.width for segment in self.layout.segments)  # the trace in units of the damping
+        return product_dtype(dampings, width, rank=min(self.num_rows, width), device=self.device)
 
     def tiles(
         self,
@@ -245,7 +258,8 @@ class ScoreSource:
     def self_influence(self) -> NDArray[np.float32]:
         """Return the score of every train row for itself, ``(N,)``.
 
-        Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows.
+        Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows, and
+        :class:`NonFiniteError` if a product is beyond float32.
         """
         if row_kind(self.manifest) == "adam_update":
             raise InvalidInputError(
@@ -272,7 +286,15 @@ class ScoreSource:
             out_to_loss += q
         if self.method.q == "outside":
             total *= out_to_loss / len(self.train)
-        return total.astype(np.float32)
+        with np.errstate(over="ignore"):
+            found: NDArray[np.float32] = total.astype(np.float32)
+        beyond = np.flatnonzero(~np.isfinite(found))
+        if beyond.size:
+            raise NonFiniteError(
+                f"The self-influence of rows {beyond[:5].tolist()} is beyond float32: products of their features are "
+                "too large. Multiply f by a constant, so that its gradients are smaller."
+            )
+        return found
 
     def _metric_rows(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield some train rows, and these multiplied by (H + lambda I)^-1, ``(rows, K)``, for each checkpoint.
@@ -320,10 +342,12 @@ class ScoreSource:
         lost = [segment.name for segment, found in pairs if not found.multiplier]
         if not self._named.issuperset(lost):
             self._named.update(lost)
+            dtype = next(column.dtype for column in table.spec.columns if column.name == tables.FEATURES)
             logger.warning(
-                "The kernel of module %s is zero or beneath the smallest normal number: it contributes nothing to the "
-                "scores %r.",
+                "The kernel of module %s is zero or beneath the smallest normal number%s: it contributes nothing to "
+                "the scores %r.",
                 some_of(map(repr, lost)),
+                "" if dtype == "float32" else f", perhaps because rows are stored in {dtype}",
                 self.name,
             )
         if self._held is not None:

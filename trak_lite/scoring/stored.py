@@ -49,12 +49,15 @@ def stored_scores(
     Raises:
         StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
             features, or train rows are pending.
-        ManifestMismatchError: If the scores are of the default method of another attributor, or of another task; with
-            ``dense=False`` also if the targets are not the same at every checkpoint.
+        ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
+            attributor, or of another task; with ``dense=False`` also if the targets are not the same at every
+            checkpoint.
     """
     if not dense and not method.multiplies_rows:
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
     store = workspace.reader()
+    if run is not None:
+        workspace.compare(store.manifest, run.settings.manifest(None))
     table = None
     with naming_dropped(store) as known:
         if dense:

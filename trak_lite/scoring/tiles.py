@@ -35,8 +35,8 @@ class ScoreTerm:
     train: AbstractRowTable
     """Features of the train rows, complete."""
     targets: Tensor
-    """``(M, K)`` float32, multiplied by (H + lambda I)^-1 and by the checkpoint's weight. The products are computed on
-    their device."""
+    """``(M, K)`` float32 or float64 (:func:`~trak_lite.linalg.products.product_dtype`), multiplied by
+    (H + lambda I)^-1 and by the checkpoint's weight. The products are computed on their device."""
     transform: Callable[[Tensor], Tensor] | None = None
     """Applied to blocks of train rows, ``(b, K) -> (b, K)``; ``None`` applies nothing."""
 

@@ -63,11 +63,11 @@ def token_scores(
 
     f of a train row is a sum over its predicted tokens, so its gradient, features and scores are sums too, whatever the
     task of the targets is (:meth:`Attributor.score(task=...) <trak_lite.Attributor.score>`, questions). The
-    contributions of a row sum to its score, up to the rounding of stored features. A row costs about three forward
-    passes per target and checkpoint, and three more to compare with its gradient, with the default projector and a
-    model that supports forward-mode differentiation and leaves gradients as they are. Otherwise, or for more targets
-    than tokens, a row of T predicted tokens costs as much as featurizing T + 1 rows, and a warning names rows whose
-    tokens do not add up to them (a hook that clips gradients). Nothing is stored.
+    contributions of a row sum to its score, up to the rounding of stored features, which a small damping amplifies. A
+    row costs about three forward passes per target and checkpoint, and three more to compare with its gradient, with
+    the default projector and a model that supports forward-mode differentiation and leaves gradients as they are.
+    Otherwise, or for more targets than tokens, a row of T predicted tokens costs as much as featurizing T + 1 rows, and
+    a warning names rows whose tokens do not add up to them (a hook that clips gradients). Nothing is stored.
 
     Args:
         scores: Scores of an attributor.

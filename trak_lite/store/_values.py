@@ -153,7 +153,7 @@ def _raise_non_finite(
     if not finite_before.all():
         raise NonFiniteError(
             f"{column.name} is NaN or infinite in rows {short_list(index[~finite_before])}. Nothing was written. "
-            "Look at the model's output for these samples."
+            "If they are products of rows, these are too large for float32: multiply f by a constant."
         )
     overflown = ~np.isfinite(cast).reshape(len(cast), -1).all(axis=1)
     advice = " Use dtype float32." if column.dtype == "float16" else ""

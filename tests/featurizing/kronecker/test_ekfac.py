@@ -16,12 +16,27 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Refine, Rows
-from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    NonFiniteError,
+    StateError,
+    UnsupportedModelError,
+)
 from trak_lite.methods import EKFAC
-from trak_lite.modelout_functions import CallableModelOutput, CLIPModelOutput, resolve_task
+from trak_lite.modelout_functions import (
+    AbstractModelOutput,
+    CallableModelOutput,
+    CLIPModelOutput,
+    resolve_task,
+)
+from trak_lite.store import open_store
+from trak_lite.types import OutputTerms
 
 LABELS = "image_classification"
 N, M = 9, 4
+NOTED = 8
+"""Rows whose drawn labels are noted when a fit begins."""
 Batch = tuple[Tensor, ...]
 Factors = tuple[np.ndarray, np.ndarray]
 
@@ -366,6 +381,7 @@ def test_drawn_labels_fit_the_basis_and_new_ones_the_eigenvalues(corrected, tmp_
     for size in (N, 4, 1):
         task, drawn = recording(LABELS, monkeypatch)
         found.append(streamed(model, task, in_batches(train, size), targets, method).numpy())
+        del drawn[: len(range(0, NOTED, size))]
         batches = len(range(0, N, size))
         assert len(drawn) == 2 * batches * (1 + corrected)
         labels = [torch.cat([one[1] for one in drawn[k::2]]) for k in (0, 1)]
@@ -390,6 +406,7 @@ def test_samples_enter_the_curvature_as_they_are(samples, tmp_path, monkeypatch)
     task, drawn = recording(LABELS, monkeypatch)
     method = EKFAC(damping=0.3, samples=samples)
     found = streamed(model, task, in_batches(train, N), targets, method)
+    del drawn[0]  # of the noted rows
     bases, values, *sampled = [(part[0], part[1]) for part in drawn]
     assert len(sampled) == max(samples // N, 1)
     assert [len(inputs) for inputs, _ in sampled] == [min(samples, N)] * len(sampled)
@@ -484,7 +501,7 @@ def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
 
     def interrupt(drawn):
         calls.append(1)
-        if len(calls) == 4:  # in the second pass, of three batches each
+        if len(calls) == 2 + 4:  # after the noted rows, in the second pass, of three batches each
             raise KeyboardInterrupt
 
     task, _ = recording(LABELS, monkeypatch, interrupt)
@@ -495,8 +512,78 @@ def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         made.score(targets, method="EKFAC")
     found = made.score(targets, method="EKFAC").numpy()
-    assert len(calls) == 4 + 3, "the first pass was taken again"
+    assert len(calls) == 2 + 4 + 2 + 3, "the first pass was taken again"
     np.testing.assert_array_equal(found, fresh.score(targets, method="EKFAC").numpy())
+
+
+class Scaled(nn.Linear):
+    """A model with an attribute that is no weight."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
+class Gaussian(AbstractModelOutput):
+    """A task whose settings leave out what its labels are drawn with; it may break off at a draw."""
+
+    def __init__(self, sigma, fail_at):
+        self.sigma, self.left = sigma, fail_at
+
+    def evaluate(self, model_call, batch):
+        f = -0.5 * (model_call(batch[0])[:, 0] - batch[1]) ** 2
+        return OutputTerms(f, torch.ones_like(f.detach()), torch.zeros_like(f.detach()))
+
+    def sample_labels(self, model_call, batch, noise):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return batch[0], model_call(batch[0])[:, 0] + self.sigma * (noise(()) - 0.5)
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "model": {"factor": 2.0},
+    "drawn labels": {"sigma": 3.0},
+    "drawn labels of a fit that broke off": {"sigma": 3.0, "fail_at": 3},
+    "drawn labels, stored rows": {"sigma": 3.0, "stored": True},
+    "drawn labels of the second checkpoint": {"sigma": 3.0, "stored": True, "fail_at": 4},
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_fit_of_other_code_is_refused_and_another_seed_fits_anew(edit, tmp_path):
+    torch.manual_seed(0)
+    model, data = Scaled(3, 1), TensorDataset(torch.randn(20, 3), torch.randn(20))
+    edited = dict(EDITS[edit])
+    fail_at, stored = edited.pop("fail_at", 0), edited.pop("stored", False)
+
+    def scored(path, seed=0, sigma=1.0, factor=1.0, fail_at=0):
+        model.factor, method = factor, EKFAC(seed=seed)
+        made = Attributor(model, Gaussian(sigma, fail_at), path, projector="none", progress=False)
+        if stored:
+            made.featurize(
+                data, [{name: k * value for name, value in model.state_dict().items()} for k in (1, 2)]
+            )
+            return made.score(data, f"seed-{seed}", method=method).numpy()
+        return made.stream_scores(data, data, method=method).numpy()
+
+    if fail_at:
+        with pytest.raises(KeyboardInterrupt):
+            scored(tmp_path / "a.zarr", fail_at=fail_at)
+    else:
+        first = scored(tmp_path / "a.zarr")
+        assert np.array_equal(scored(tmp_path / "a.zarr"), first), "nothing was edited"
+    with pytest.raises(ManifestMismatchError, match=r"row \d+ of the train data differs from what it was"):
+        scored(tmp_path / "a.zarr", **edited)
+    fresh = scored(None, seed=1, **edited)
+    np.testing.assert_array_equal(scored(tmp_path / "a.zarr", seed=1, **edited), fresh)
+    with open_store(tmp_path / "a.zarr", "r+") as store:  # as an earlier version has left it
+        notes = [name for name in store.entry_names("ekfac") if name.endswith("/rows")]
+        assert len(notes) == 1 + stored
+        for name in notes:
+            store.drop_entry(name)
+    assert np.isfinite(scored(tmp_path / "a.zarr", seed=1)).all()
 
 
 def test_a_sum_that_overflows_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -83,10 +84,20 @@ def test_answers_come_as_often_as_the_sigmoid_says(logits):
     torch.testing.assert_close(shares, logits.sigmoid(), rtol=0, atol=2 / COUNT)
 
 
-def test_regression_targets_have_unit_variance_around_the_prediction():
-    found = drawn("regression", torch.tensor([3.0], dtype=torch.float64), (X, torch.zeros(COUNT, 1)))[1]
-    assert abs(float(found.mean()) - 3) < 1e-9
-    assert abs(float(found.var()) - 1) < 1e-2
+@pytest.mark.parametrize(
+    ("mean", "dtype", "most"),
+    [(3.0, "float64", None), (1e8, "float64", None), (4e6, "float32", None), (-5e6, "float32", "4.2e\\+06")],
+)
+def test_regression_targets_have_unit_variance_around_the_prediction(mean, dtype, most):
+    """A dtype in whose steps the noise is lost is refused."""
+    output = torch.tensor([mean], dtype=getattr(torch, dtype))
+    refused = pytest.raises(
+        InvalidInputError, match=rf"predictions\[0, 0\] is .* Expected at most {most} in size"
+    )
+    with refused if most else nullcontext():
+        found = drawn("regression", output, (X, torch.zeros(COUNT, 1)))[1].double() - mean
+        assert abs(float(found.mean())) < (1e-9 if mean == 3 else 1e-2)
+        assert abs(float(found.var()) - 1) < 1e-2
 
 
 def test_tokens_are_drawn_where_one_is_predicted_and_kept_elsewhere():

@@ -34,6 +34,7 @@ from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.featurizing.fisher import require_writable
 from trak_lite.featurizing.kronecker.curvature import ArrayKeeper, KroneckerCurvature, UnitArrays, decomposed
 from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find_units, position_masks
+from trak_lite.featurizing.row_checks import compared_terms
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import refusal
 from trak_lite.gradient_computers.parameters import ParameterChoice
@@ -49,6 +50,8 @@ __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
+_NOTED = "rows"
+"""Beside the arrays of a fit: f, q and w of a few train rows."""
 
 NumberedBatches: TypeAlias = Callable[[], Iterable[tuple[RowNumbers, Batch]]]
 """Returns a new iterator over pairs of row numbers ``(B,)`` and their batch on the model's device."""
@@ -270,6 +273,7 @@ class KroneckerFits:
     ) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part of the fit."""
         require_writable(self.store)
+        self.check(digest, rows, device, label=label)
         wanted = spread_rows(len(rows), self.method.max_rows)
 
         def batches() -> Iterator[tuple[RowNumbers, Batch]]:
@@ -287,6 +291,21 @@ class KroneckerFits:
             keeper=self._keeper(digest),
             num_rows=len(rows),
         )
+
+    def check(self, digest: str, rows: Rows, device: torch.device, *, label: str) -> None:
+        """Compare what a few train rows give with what they gave when the fit began; note it if the fit begins now.
+
+        Neither digests of weights nor settings cover the code of the model and of the task. A fit of an earlier version
+        has no note, and is not compared.
+        """
+        keeper = self._keeper(digest)
+        begins = not all(found.has_basis() for found in self._arrays(digest))
+        noted = None if begins else keeper.get(_NOTED)
+        if begins or noted is not None:
+            seed = self.method.seed if self.method.fisher == "sampled" else None
+            terms = compared_terms(noted, self.model, self.task, rows, device, seed=seed, label=label)
+            if begins:
+                keeper[_NOTED] = terms
 
     def _arrays(self, digest: str) -> list[UnitArrays]:
         return unit_arrays(self.model, self.names, self._keeper(digest))
