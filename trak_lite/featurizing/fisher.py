@@ -210,9 +210,8 @@ class FisherFits:
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         device = work.passes.device
         table = self.store.create_table(path, spec)
-        memory = torch.empty(
-            _GRAM_ROWS, widest, dtype=wide_dtype(device), device=device
-        )  # new memory costs time
+        # For all rounds: the first use of new memory takes longer than the products.
+        memory = torch.empty(_GRAM_ROWS, widest, dtype=wide_dtype(device), device=device)
         with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=work.ranks) as shared:
             for wanted in (wanted for batches in shared.rounds(wait=wait) for wanted in batches):
                 rows = memory[: len(wanted)].zero_()

@@ -486,14 +486,11 @@ class RowWork:
             # Of a table that is continued, a few rows alone may be zero.
             are_new = work.pending_at_first == table.spec.num_rows
             are_zero = are_new and isinstance(rows, Rows) and rows.may_be_zero
-            sums: list[NDArray[np.float64]] = []
+            measures, sums = self.modules is not None and not self.told, list[NDArray[np.float64]]()
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
                 copies = (
-                    (
-                        wanted,
-                        HostRows(found, table.spec, is_measured=self.modules is not None and len(sums) < 2),
-                    )
+                    (wanted, HostRows(found, table.spec, is_measured=measures and len(sums) < 2))
                     for wanted, found in stream
                 )
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
@@ -516,11 +513,9 @@ class RowWork:
                 f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {copy.why_zero}"
             )
             warnings.warn(text, UserWarning, stacklevel=2)
-        to_warn = self.modules if sums and not self.told else None
-        if to_warn is not None and warn_of_lost_modules(
-            np.sum(sums, axis=0), to_warn, copy.column, self.label
-        ):
-            self.told.append(self.label)
+        if self.modules is not None and sums:
+            is_lost = warn_of_lost_modules(np.sum(sums, axis=0), self.modules, copy.column, self.label)
+            self.told.extend([self.label] if is_lost else [])
         return work.written
 
     def check(self, wanted: RowNumbers | None = None) -> None:
@@ -636,11 +631,8 @@ def _in_storage_dtype(features: Tensor, column: Column) -> tuple[Tensor, Tensor,
         largest = torch.maximum(stored.amax(dim=1), -stored.amin(dim=1))
         is_lost = largest < STEPS[column.dtype] * torch.finfo(torch.float32).tiny
         error = torch.where(is_lost, norm, error)
-    return (
-        stored,
-        norm,
-        torch.where(norm > 0, error / norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian()), 0.0),
-    )
+    size = norm.clamp(min=_NEXT_TO_NOTHING * norm.nanmedian())
+    return stored, norm, torch.where(norm > 0, error / size, 0.0)
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class FeaturizingSession:
         """Name and source of the checkpoints of the store, by weights digest."""
         self._is_first, self._is_announced = True, False
         self._told: list[str] = []
-        """Modules that storage loses, of which the user was warned."""
+        """Labels of the tables with a warning of modules that storage loses."""
         self.loaded: list[str] = []
         """Digests of the weights that :meth:`featurize` loaded, in order."""
         self._computer: AbstractGradientComputer | None = None
@@ -301,8 +301,11 @@ class FeaturizingSession:
         model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
         model_id = next(iter(stages), model_id)
         of_capture = {CAPTURED: captured} if captured else {}
-        attributes: dict[str, Any] = {"name": checkpoint.name, "source": checkpoint.source}
-        attributes["has_loader"] = checkpoint.has_loader
+        attributes = {
+            "name": checkpoint.name,
+            "source": checkpoint.source,
+            "has_loader": checkpoint.has_loader,
+        }
         written = None
         while written is None:
             fingerprint = settings.row_fingerprint(model_id, digest, adam)

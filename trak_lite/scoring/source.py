@@ -123,13 +123,10 @@ class ScoreSource:
             self._grams.make(self.train, self.ranks)
         terms = []
         settings = None if self._grams is None else self._grams.settings
-        dtype = self.product_dtype() if settings is None else self.product_dtype(settings.damping)
-        if (
-            settings is not None
-            and settings.lambda_reg
-            and self.num_rows < max(s.width for s in self.layout.segments)
-        ):
-            dtype = wide_dtype(self.device)  # the trace, which it is small or large against, is not known yet
+        dtype = self.product_dtype(*([] if settings is None else [settings.damping]))
+        # The trace, which a lambda is small or large against, is not known yet.
+        if settings is not None and settings.lambda_reg and self.num_rows < self._widest:
+            dtype = wide_dtype(self.device)
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
             if self._grams is None:
@@ -193,8 +190,12 @@ class ScoreSource:
 
     def product_dtype(self, *dampings: float | None) -> torch.dtype:
         """Return the dtype of targets that were multiplied by (H + lambda I)^-1 at these dampings."""
-        width = max(segment.width for segment in self.layout.segments)  # the trace in units of the damping
+        width = self._widest  # the trace in units of the damping
         return product_dtype(dampings, width, rank=min(self.num_rows, width), device=self.device)
+
+    @property
+    def _widest(self) -> int:
+        return max(segment.width for segment in self.layout.segments)
 
     def tiles(
         self,
