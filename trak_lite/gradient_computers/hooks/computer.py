@@ -181,15 +181,15 @@ class HookGradientComputer(AbstractStreamingComputer):
             rows = [*([(positions[0] + 1) % count] if len(positions) == 1 else []), *positions]
             part = take_rows(batch, rows)
             try:
-                with SeenDtypes() as seen:
-                    whole, found = outputs_of(self, [batch])[rows], outputs_of(self, [part])
+                with SeenDtypes() as mode:
+                    whole, part_outputs = outputs_of(self, [batch])[rows], outputs_of(self, [part])
             except MODEL_FAILURES as error:  # of a model for batches of one size
                 refuse_machine_failure(error)
             else:
                 # Mixing of inputs is seen by f alone: hooks follow what depends on parameters.
-                rounding = max(torch.finfo(dtype).eps for dtype in seen.dtypes)
+                rounding = max(torch.finfo(dtype).eps for dtype in mode.dtypes)
                 most = 64 * rounding * float(whole.abs().max())
-                if rounding <= torch.finfo(torch.float32).eps and (whole - found).abs().max() <= most:
+                if rounding <= torch.finfo(torch.float32).eps and (whole - part_outputs).abs().max() <= most:
                     return part, list(range(len(rows) - len(positions), len(rows)))
         return batch, list(positions)
 
@@ -211,9 +211,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         return self.checks.key(key), 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
-        if found := [name for name, p in kept.items() if p.is_complex()]:
+        if names := [name for name, p in kept.items() if p.is_complex()]:
             raise UnsupportedModelError(
-                f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
+                f"{names[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
                 "torch.view_as_complex."
             )
         with self._refusing(batch, self._message), self._prepared(kept) as read:
@@ -233,8 +233,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                     ):
                         raise
                     _put(self._plans, key, plan)
-                    key, plan, own = self._run_on_other_path(error, structure, key, part)
-                    terms.append(own)
+                    key, plan, part_terms = self._run_on_other_path(error, structure, key, part)
+                    terms.append(part_terms)
             _put(self._plans, key, plan)
             _put(self._paths, structure, key)
         return joined_terms(terms)
@@ -242,14 +242,14 @@ class HookGradientComputer(AbstractStreamingComputer):
     _stream_checked = _stream_samples  # it compares chunk by chunk
 
     def _planned(self, key: Any, read: Kept, batch: Batch) -> Plan:
-        known = self._plans.pop(key, None)
-        if known is None:
+        plan = self._plans.pop(key, None)
+        if plan is None:
             self.checks.forget(key)
-        if self._sharded is not None and self._sharded.lockstep.any(known is None):
+        if self._sharded is not None and self._sharded.lockstep.any(plan is None):
             # Also if this rank has a plan: other ranks need the collective passes.
             made = self._plan_in_step(self._sharded, read, batch)
-            return known or made
-        return known or make_plan(self.model, read, batch, self._output)
+            return plan or made
+        return plan or make_plan(self.model, read, batch, self._output)
 
     def _run_on_other_path(
         self, error: UnexpectedPathError, structure: Any, failed: Any, part: _Part
@@ -262,7 +262,7 @@ class HookGradientComputer(AbstractStreamingComputer):
             key = (number, *structure) if number else structure
             if key == failed or (number == 0 and key not in self._plans):
                 continue
-            known = plan = self._plans.pop(key, None)
+            stored = plan = self._plans.pop(key, None)
             if plan is None:
                 row = sample_on_path(self.model, part.kept, part.batch, self._output)
                 if row is None:
@@ -272,9 +272,9 @@ class HookGradientComputer(AbstractStreamingComputer):
             try:
                 return key, plan, self._checked_run(key, plan, part)
             except UnexpectedPathError:
-                if known is None:
+                if stored is None:
                     raise
-                _put(self._plans, key, known)
+                _put(self._plans, key, stored)
         raise error
 
     def _plan_in_step(self, sharded: ShardedModel, read: Kept, batch: Batch) -> Plan:
@@ -385,13 +385,13 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
-        own, size, kept = key, batch_size(part.batch), part.kept
-        key = self.checks.key(own)
+        structure, size, kept = key, batch_size(part.batch), part.kept
+        key = self.checks.key(structure)
         in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
         positions: list[int] = []
         if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
             often = (
-                plan.flattened or in_python or key != own
+                plan.flattened or in_python or key != structure
             )  # flags of this batch alone may choose operations
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
@@ -400,12 +400,12 @@ class HookGradientComputer(AbstractStreamingComputer):
             terms = self._run(plan, part, samples.passing(part.sink))
             if not terms.output.requires_grad:
                 refuse_detached(self.model, self.modelout_fn, part.batch, kept)
-            seen = {name: p for name, p in kept.items() if name not in plan.escaped}
-            if seen and positions:
+            hooked = {name: p for name, p in kept.items() if name not in plan.escaped}
+            if hooked and positions:
                 # Without torch.compile, functions inside an operator have no gradient of the tensors that they capture.
                 with torch.compiler.set_stance("default") if plan.runs_functions else nullcontext():
                     whole = plan.may_mix or plan.flattened
-                    compare(self, part.batch, seen, samples, list(plan.dtypes), needs_whole=whole)
+                    compare(self, part.batch, hooked, samples, list(plan.dtypes), needs_whole=whole)
             if positions and (is_due if plan.may_mix else is_first):
                 self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)

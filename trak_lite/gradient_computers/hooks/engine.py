@@ -150,14 +150,14 @@ class GradientPass(AbstractInterceptor):
             batched = len(read) < len(tensors)
             dims = tuple(leaf.dim() for leaf in tensors)
             site = Site(function, self._ledger.names_of(read), batched, routed=batched, dims=dims)
-        found = self._plan.uses.get(site.use, [])
+        sites = self._plan.uses.get(site.use, [])
         if self._plan.routed:
-            known = next(iter(found), site)
+            planned_site = next(iter(sites), site)
             reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in tensors)
-            return site if reads_samples and not known.batched else known
+            return site if reads_samples and not planned_site.batched else planned_site
         # The same use may be one of samples and one of what all samples share: their sizes differ.
-        fitting = [s for s in found if s.batched and s.fits(tensors, self._num_samples)]
-        return next(iter(fitting or found), None)
+        fitting = [s for s in sites if s.batched and s.fits(tensors, self._num_samples)]
+        return next(iter(fitting or sites), None)
 
     def _use(self, site: Site, function: Function, leaves: list[Any], spec: Any) -> Any:
         """Run an operation with its parameters detached, and save what their gradients need."""
@@ -288,8 +288,8 @@ class GradientPass(AbstractInterceptor):
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Hook the result of a module, and apply the module's rule to its gradient."""
-        own = {name: p for name, p in module.named_parameters() if id(p) in self.watched}
-        if not own:
+        parameters = {name: p for name, p in module.named_parameters() if id(p) in self.watched}
+        if not parameters:
             return out
         site = self._next_site(module, [])
         if site is None:
@@ -305,12 +305,12 @@ class GradientPass(AbstractInterceptor):
         def form(grads: Sequence[Tensor | None], tags: RowTags | None) -> tuple[str, _Parts]:
             _refuse_changes(module, versions)
             grad = _only(grads)
-            found = _parts_of(module, own, rule(module, args, kwargs, grad))
-            parts = summed_by_sample(list(found.values()), grad, tags, self._code)
-            deposited: _Parts = [(own[name], part) for name, part in zip(found, parts, strict=True)]
+            by_name = _parts_of(module, parameters, rule(module, args, kwargs, grad))
+            parts = summed_by_sample(list(by_name.values()), grad, tags, self._code)
+            deposited: _Parts = [(parameters[name], part) for name, part in zip(by_name, parts, strict=True)]
             return f"rule of {class_of(module).__name__}", deposited
 
-        self._catch(site, [out], own.values(), form, trailing=out.dim() - 1)
+        self._catch(site, [out], parameters.values(), form, trailing=out.dim() - 1)
         return out
 
     # Backward
@@ -344,8 +344,8 @@ class GradientPass(AbstractInterceptor):
                 for weights in self._code.weights(output):
                     _run_backward(output, inputs, weights)
                 self._tagging = False
-            found = _run_backward(total, inputs)
-            self.escaped = {name: g for name, g in zip(self._kept, found, strict=False) if g is not None}
+            grads = _run_backward(total, inputs)
+            self.escaped = {name: g for name, g in zip(self._kept, grads, strict=False) if g is not None}
         self._ledger.finish()
 
     def _contributions(
@@ -359,11 +359,11 @@ class GradientPass(AbstractInterceptor):
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, parts
         method, rule = RULES.get(call.function, ("", None))
-        found = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
-        if not found:
-            method, found = generic_rule(call, grads)
+        pairs = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
+        if not pairs:
+            method, pairs = generic_rule(call, grads)
             method += f" ({describe(call.function)})"
-        return method, [(call.targets[id(argument)], part) for argument, part in found]
+        return method, [(call.targets[id(argument)], part) for argument, part in pairs]
 
 
 def _on_gradients(
@@ -386,11 +386,11 @@ def _on_gradients(
         # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
         strides = result.size(), result.stride()
         result = base
-    node, place = result.grad_fn, result.output_nr
+    node, output_nr = result.grad_fn, result.output_nr
     assert node is not None
 
     def take(grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[place]
+        grad = grads[output_nr]
         if grad is not None:
             arrived((grad if strides is None else grad.contiguous().as_strided(*strides),))
 
@@ -421,14 +421,14 @@ def _fitted(
     """Return the batch axes of tensors in a batch of this size; raise if a shape does not match the plan."""
     fitted = []
     for axis, shape in zip(axes, shapes, strict=True):
-        own = None if axis is None else axis.for_shape(shape, count)
-        if axis is not None and own is None:
+        fitted_axis = None if axis is None else axis.for_shape(shape, count)
+        if axis is not None and fitted_axis is None:
             raise UnexpectedRowsError(
                 f"{describe(site.function)}, which uses {list(site.names)[:3]}, has shape {tuple(shape)} for "
                 f"{count} samples, expected them on axis {axis.axis}. From now on, weighted backward passes find the "
                 "sample of each row."
             )
-        fitted.append(own)
+        fitted.append(fitted_axis)
     return tuple(fitted)
 
 
@@ -450,10 +450,10 @@ def _only(grads: Sequence[Tensor | None]) -> Tensor:
 
 
 def _parts_of(
-    module: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor | tuple[Tensor, Tensor]]
+    module: nn.Module, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor | tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor | FactoredBlock]:
     """Return the rule's contributions to the module's kept parameters; raise if one is missing."""
-    missing = sorted(set(own) - set(found))
+    missing = sorted(set(parameters) - set(parts))
     if missing:
         raise UnsupportedModelError(
             f"The gradient rule of {type(module).__name__} returned no gradient for {missing}. Expected one for every "
@@ -461,8 +461,8 @@ def _parts_of(
         )
     return {
         name: FactoredBlock("", *part) if isinstance(part, tuple) else part
-        for name, part in found.items()
-        if name in own
+        for name, part in parts.items()
+        if name in parameters
     }
 
 

@@ -128,8 +128,8 @@ class GradientLedger:
         elif isinstance(part, Tensor):
             self._sink(DenseBlock(name, dense_of(part, uses.tensor.shape), self._start))
         else:
-            own = tuple(replace(block, name=name, start=self._start) for block in part.parts)
-            self._sink(own[0] if len(own) == 1 else SummedBlock(name, own))
+            blocks = tuple(replace(block, name=name, start=self._start) for block in part.parts)
+            self._sink(blocks[0] if len(blocks) == 1 else SummedBlock(name, blocks))
 
     def finish(self) -> None:
         """Settle uses without a gradient, on which f does not depend, and emit zeros for parameters without a block."""

@@ -125,11 +125,11 @@ class Recorder(AbstractInterceptor):
         if self.looks_away:
             return func(*args, **kwargs)
         name = _name_of(func)
-        given = tensors_of((args, kwargs))
+        inputs = tensors_of((args, kwargs))
         moved = self._moved_sizes(name, func, args, kwargs)
         chooses, num_read = _chooses_by_value(name, func, args), _num_read(name, func, args, kwargs)
-        value_free = self._is_made_of_sizes(name, given)
-        reasons = set(self._taints_of(given))
+        value_free = self._is_made_of_sizes(name, inputs)
+        reasons = set(self._taints_of(inputs))
         result = super().__torch_function__(func, types, args, kwargs)
         tensors = tensors_of(written(func, args, result))
         if num_read:
@@ -154,7 +154,7 @@ class Recorder(AbstractInterceptor):
 
     def ran_like(self, other: Recorder) -> bool:
         """Whether both forward passes ran the same functions in the same order."""
-        return [seen.function for seen in self.seen] == [seen.function for seen in other.seen]
+        return [op.function for op in self.seen] == [op.function for op in other.seen]
 
     def renamed(self, old: Tensor, new: Tensor) -> None:
         """Track ``new`` in place of ``old``, an input of a sharded module."""
@@ -164,37 +164,37 @@ class Recorder(AbstractInterceptor):
             self.watched[id(new)] = new
             self.sources[id(new)] = self.sources[id(old)]
 
-    def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
+    def _moves(self, operation: _Seen, same_in_all: bool) -> bool:
         """Whether an operation moves samples' rows by values, compared with the same operation in the smaller batch."""
-        place = len(self.seen)
-        self.seen.append(seen)
+        index = len(self.seen)
+        self.seen.append(operation)
         if self._smaller is None:
             return False
-        other = self._smaller[place] if place < len(self._smaller) else None
-        if other is not None and other.function != seen.function:
-            self._smaller = self._smaller[:place]  # later operations cannot be compared
+        other = self._smaller[index] if index < len(self._smaller) else None
+        if other is not None and other.function != operation.function:
+            self._smaller = self._smaller[:index]  # later operations cannot be compared
             other = None
-        if seen.moved and (other is None or seen.moved != other.moved):
+        if operation.moved and (other is None or operation.moved != other.moved):
             return True
-        if other is None or same_in_all or len(seen.shapes) != len(other.shapes):
+        if other is None or same_in_all or len(operation.shapes) != len(other.shapes):
             return False
         # A matrix product with a result of which two axes grow moves rows according to its values.
-        return any(map(grows_twice, seen.shapes, other.shapes))
+        return any(map(grows_twice, operation.shapes, other.shapes))
 
     def _is_value_free(self, index: Any) -> bool:
         """Whether an index is known to be the same for all batches of equal size."""
         if not isinstance(index, Tensor):
             return not self.reads
-        known = self._value_free.get(id(index))
-        return known is not None and known[1] == index._version
+        entry = self._value_free.get(id(index))
+        return entry is not None and entry[1] == index._version
 
-    def _is_made_of_sizes(self, name: str, given: Sequence[Tensor]) -> bool:
+    def _is_made_of_sizes(self, name: str, inputs: Sequence[Tensor]) -> bool:
         """Whether a result does not depend on values; Python may have passed on values that it read."""
         if name in _RANDOM or name in _LIKE:
             return name in _LIKE
-        if not given:
+        if not inputs:
             return name in _FACTORIES or not self.reads
-        return all(map(self._is_value_free, given))
+        return all(map(self._is_value_free, inputs))
 
     def _moved_sizes(
         self, name: str, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -207,13 +207,13 @@ class Recorder(AbstractInterceptor):
         return find(_Call(name, function, args, kwargs, self._is_value_free))
 
     def _taint(self, function: Function, tensors: Sequence[Tensor], reasons: frozenset[str]) -> None:
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             # The last states of a recurrent layer have a batch axis again.
-            own = reasons - {_PACKED_ROWS} if function in RECURRENT and place else reasons
-            if own:
-                self.taints[id(tensor)] = (tensor, own)
-            if own and is_in_place(function):  # other tensors on this memory hold the same rows
-                self.taints[_memory(tensor)] = (tensor, own)
+            taints = reasons - {_PACKED_ROWS} if function in RECURRENT and index else reasons
+            if taints:
+                self.taints[id(tensor)] = (tensor, taints)
+            if taints and is_in_place(function):  # other tensors on this memory hold the same rows
+                self.taints[_memory(tensor)] = (tensor, taints)
 
     def _taints_of(self, tensors: Sequence[Tensor]) -> frozenset[str]:
         if not self.taints:
@@ -349,16 +349,16 @@ class _Call(NamedTuple):
 def _ordered(call: _Call) -> tuple[int, ...]:
     args = call.args
     values = args[0] if args else call.kwargs["input"]
-    place = 2 if call.name == "topk" else 1
-    by_position = len(args) > place and not isinstance(args[place], bool)
-    dim = call.kwargs.get("dim", args[place] if by_position else -1)
+    position = 2 if call.name == "topk" else 1
+    by_position = len(args) > position and not isinstance(args[position], bool)
+    dim = call.kwargs.get("dim", args[position] if by_position else -1)
     return (_size(values, 0 if call.name == "msort" else dim),)
 
 
 def _along_one_axis(call: _Call) -> tuple[int, ...]:
     names = ("input", "indices", "dim") if call.name == "take_along_dim" else ("input", "dim", "index")
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    values, dim, index = given["input"], given.get("dim"), given.get("indices", given.get("index"))
+    bound = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    values, dim, index = bound["input"], bound.get("dim"), bound.get("indices", bound.get("index"))
     if not isinstance(index, Tensor) or call.value_free(index):
         return ()
     if dim is None:  # take_along_dim without dim: all axes flattened
