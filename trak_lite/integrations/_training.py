@@ -19,8 +19,8 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
     Raises:
         InvalidInputError: If they belong to another model, or training has replaced (sharded) or moved them.
     """
-    own = {id(p) for p in trained.parameters()}
-    foreign = [name for name, p in attributor.model.named_parameters() if id(p) not in own]
+    parameter_ids = {id(p) for p in trained.parameters()}
+    foreign = [name for name, p in attributor.model.named_parameters() if id(p) not in parameter_ids]
     if foreign:
         raise InvalidInputError(
             f"{len(foreign)} parameters of the attributor's {type(attributor.model).__name__} ({foreign[:3]}) are not "

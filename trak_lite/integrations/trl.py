@@ -125,9 +125,9 @@ def rollout_rows(inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     rows = []
     for row in (in_loss.sum(1) > 0).nonzero().flatten().tolist():
         stop = int(mask[row].nonzero().max()) + 1
-        found = {name: column[row, :stop] for name, column in columns.items()}
-        found["advantages"] = advantages[row] if advantages.dim() == 1 else advantages[row, :stop]
-        rows.append({name: value.detach().cpu().clone() for name, value in found.items()})
+        sample = {name: column[row, :stop] for name, column in columns.items()}
+        sample["advantages"] = advantages[row] if advantages.dim() == 1 else advantages[row, :stop]
+        rows.append({name: value.detach().cpu().clone() for name, value in sample.items()})
     if len(rows) < len(ids):
         logger.info("Left out %d of %d rows without tokens in the loss.", len(ids) - len(rows), len(ids))
     return rows
@@ -160,14 +160,14 @@ def recorded_rollouts(trainer: Any) -> Iterator[list[dict[str, Tensor]]]:
             rows.extend(rollout_rows(inputs))
         return compute(model, inputs, *args, **kwargs)
 
-    own = vars(trainer).get("compute_loss")
+    override = vars(trainer).get("compute_loss")
     trainer.compute_loss = recording
     try:
         yield rows
     finally:
         del trainer.compute_loss
-        if own is not None:
-            trainer.compute_loss = own
+        if override is not None:
+            trainer.compute_loss = override
 
 
 def _after(prompt: Tensor, values: Tensor) -> Tensor:
@@ -250,8 +250,8 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
             "function f(model_call, batch) -> (B,), and collate=... for the batches that it takes."
         )
     args = trainer.args
-    found = {name: getattr(args, name, values[0]) for name, values in _SUPPORTED[kind].items()}
-    other = {name: value for name, value in found.items() if value not in _SUPPORTED[kind][name]}
+    settings = {name: getattr(args, name, values[0]) for name, values in _SUPPORTED[kind].items()}
+    other = {name: value for name, value in settings.items() if value not in _SUPPORTED[kind][name]}
     if getattr(trainer, "compute_loss_func", None) is not None:
         other["compute_loss_func"] = trainer.compute_loss_func
     if other:
@@ -292,15 +292,15 @@ def trl_collate(trainer: Any, kind: str, collate: Collate) -> Collate:
         InvalidInputError: If the collator joins texts to one row, and is not that of ``SFTTrainer``.
     """
     if getattr(trainer, "padding_free", False):
-        own = trainer.data_collator
-        if kind == SFT and hasattr(own, "padding_free"):
-            padding = copy.copy(own)
+        collator = trainer.data_collator
+        if kind == SFT and hasattr(collator, "padding_free"):
+            padding = copy.copy(collator)
             padding.padding_free = False
             return DocumentCollator(padding)
         raise InvalidInputError(
-            f"The {kind} joins all texts of a batch to one row with its {type(own).__name__} (padding_free). Expected "
-            "one row per text: train with padding_free=False, or pass collate=..., a collator that pads, such as "
-            "trak_lite.pad_documents."
+            f"The {kind} joins all texts of a batch to one row with its {type(collator).__name__} (padding_free). "
+            "Expected one row per text: train with padding_free=False, or pass collate=..., a collator that pads, such "
+            "as trak_lite.pad_documents."
         )
     if kind in (DPO, REWARD):
         return PairCollator(collate)
@@ -363,8 +363,8 @@ class PairCollator:
             )
         halves = {name: value.chunk(2) for name, value in batch.items()}
         sides = {
-            f"{side}_{name}": pair[place]
-            for place, side in enumerate(("chosen", "rejected"))
+            f"{side}_{name}": pair[index]
+            for index, side in enumerate(("chosen", "rejected"))
             for name, pair in halves.items()
         }
         return sides | shared

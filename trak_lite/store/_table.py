@@ -222,8 +222,8 @@ class AbstractRowTable(ABC):
         return out
 
     def _empty(self, column: str, num_rows: int) -> NDArray[Any]:
-        found = self.column(column)
-        return np.empty((num_rows,) if found.width is None else (num_rows, found.width), found.value_dtype)
+        schema = self.column(column)
+        return np.empty((num_rows,) if schema.width is None else (num_rows, schema.width), schema.value_dtype)
 
     def chunks(self, column: str) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield ``(first row, rows)`` for each chunk, in order."""

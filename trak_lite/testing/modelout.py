@@ -117,9 +117,9 @@ class ModelOutputTests:
         permuted = _evaluate(case, take_rows(case.batch, order))
         alone = [_evaluate(case, take_rows(case.batch, [index])) for index in range(count)]
 
-        for place, term in enumerate(whole):
-            torch.testing.assert_close(permuted[place], term[order], rtol=_RTOL, atol=_ATOL)
-            together = torch.cat([terms[place] for terms in alone])
+        for position, term in enumerate(whole):
+            torch.testing.assert_close(permuted[position], term[order], rtol=_RTOL, atol=_ATOL)
+            together = torch.cat([terms[position] for terms in alone])
             torch.testing.assert_close(together, term, rtol=_RTOL, atol=_ATOL)
 
     def test_terms_and_gradients_under_vmap_equal_eager_ones(self, case: ModelOutputCase) -> None:
@@ -189,10 +189,10 @@ class ModelOutputTests:
         _evaluate(case)
 
         assert type(case.batch) is type(before)
-        found, _ = flatten_batch(case.batch)
+        tensors, _ = flatten_batch(case.batch)
         expected, _ = flatten_batch(before)
-        assert len(found) == len(expected)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert len(tensors) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
 
     def test_the_description_is_json_and_stable(self, case: ModelOutputCase) -> None:
         """A copy of the task has the same description, and evaluating the task does not change it."""
