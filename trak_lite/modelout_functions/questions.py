@@ -138,14 +138,14 @@ class QuestionsModelOutput(AbstractModelOutput):
             return self.task.evaluate(model_call, batch)
         ((name, members),) = batch[_QUESTION].items()
         digest, weights = batch[_DIGEST], batch[_WEIGHTS]
-        own = self._digest(name)
+        of_task = self._digest(name)
         refuse_invalid(
-            digest == own, digest, expected=f"{own}, the question {name!r} of this task", what=_DIGEST
+            digest == of_task, digest, expected=f"{of_task}, the question {name!r} of this task", what=_DIGEST
         )
         outputs = [self._question(name).evaluate(model_call, member).output for member in members]
         values = torch.stack(outputs, dim=1)
         total = (values * weights.to(values.dtype)).sum(1)
-        return linear_terms(total * nan_unless(digest == own, total))
+        return linear_terms(total * nan_unless(digest == of_task, total))
 
     def prepare(self, model: nn.Module) -> None:
         """Update the state of the task and of all questions; see :meth:`AbstractModelOutput.prepare`."""
@@ -210,8 +210,8 @@ class _Collate:
         # A group with fewer members repeats its first one, with weight 0.
         try:
             members = [
-                self.collate([some[place if place < len(some) else 0] for some in samples])
-                for place in range(most)
+                self.collate([some[index if index < len(some) else 0] for some in samples])
+                for index in range(most)
             ]
         except RuntimeError as error:
             if self.collate is default_collate:
@@ -221,7 +221,7 @@ class _Collate:
                 )
             raise
         weights = [
-            [target[_WEIGHTS] * (place < len(some)) for place in range(most)]
+            [target[_WEIGHTS] * (index < len(some)) for index in range(most)]
             for target, some in zip(targets, samples, strict=True)
         ]
         return {
@@ -260,12 +260,12 @@ class ActivationModelOutput(AbstractModelOutput):
     """Whether the channels of activations with positions are axis 1 (convolutions)."""
 
     def __post_init__(self) -> None:
-        given, position = self.direction, self.position
-        if not isinstance(given, Tensor) or given.dim() != 1 or not bool(given.isfinite().all()):
+        direction, position = self.direction, self.position
+        if not isinstance(direction, Tensor) or direction.dim() != 1 or not bool(direction.isfinite().all()):
             raise InvalidInputError("direction is no vector of finite numbers. Expected a tensor (d,).")
         if isinstance(position, bool) or not isinstance(position, int):
             one_of(("mean", "sum", "first", "last"), position=position)
-        self.direction = precise(given.detach().clone(), what="The direction")
+        self.direction = precise(direction.detach().clone(), what="The direction")
         self.channels_first = bool(self.channels_first)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
@@ -273,24 +273,24 @@ class ActivationModelOutput(AbstractModelOutput):
         args, kwargs = _inputs_of(batch)
         modules = dict(model_call.model.named_modules())
         known_names([self.module], modules, what="module")
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple | list) and output else output
             if isinstance(first, Tensor):
-                found.append(first)
+                outputs.append(first)
 
         with modules[self.module].register_forward_hook(keep):
             model_call(*args, **kwargs)
-        if not found:
+        if not outputs:
             raise InvalidInputError(f"The model does not call its module {self.module!r} for this batch.")
-        states = precise(found[-1], what=f"The output of {self.module!r}")
+        states = precise(outputs[-1], what=f"The output of {self.module!r}")
         if self.channels_first and states.dim() > 2:
             states = states.movedim(1, -1)
         states = states.flatten(1, -2) if states.dim() > 3 else states
         if states.dim() < 2 or states.shape[-1] != self.direction.shape[0]:
             raise InvalidInputError(
-                f"The module {self.module!r} gave activations of shape {shape_texts(found[-1].shape)[0]}. Expected "
+                f"The module {self.module!r} gave activations of shape {shape_texts(outputs[-1].shape)[0]}. Expected "
                 f"{self.direction.shape[0]} channels, the size of the direction."
             )
         values = states @ self.direction.to(states)

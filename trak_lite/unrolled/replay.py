@@ -95,27 +95,27 @@ def unrolled(
         ManifestMismatchError: If other targets or another task are stored under the name, or the training has changed
             since it was stored.
     """
-    given = list(runs) if isinstance(runs, Sequence) else [runs]
-    if not all(isinstance(run, TrainingRun) for run in given):
+    run_list = list(runs) if isinstance(runs, Sequence) else [runs]
+    if not all(isinstance(run, TrainingRun) for run in run_list):
         raise InvalidInputError(f"unrolled takes finished runs, recipe.train(path), got {runs!r:.100}.")
-    trained_on = {canonical_json(run.fingerprint["data"]) for run in given}
-    if len(trained_on) != 1 or len({run.digest for run in given}) < len(given):
+    trained_on = {canonical_json(run.fingerprint["data"]) for run in run_list}
+    if len(trained_on) != 1 or len({run.digest for run in run_list}) < len(run_list):
         raise InvalidInputError("Pass one run, or different runs (with other seeds) on the same train data.")
     max_bytes, block = positive_int(max_bytes=max_bytes), None if block is None else positive_int(block=block)
     check_name(name, what="target set")
     data, resolved = rows_of(targets, what="the targets"), resolve_task(task)
     replay = partial(Replay, task=resolved, targets=data, max_bytes=max_bytes, progress=progress)
-    found = [_scores_of_run(run, data, resolved, replay, name, block) for run in given]
-    if len(found) == 1:
-        return found[0]
-    method = Unrolled(*given)
-    settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
-    record = ScoreRecord(name, method, found[0].manifest, settings, task=found[0].task)
-    mean, errors = (np.empty(found[0].shape, np.float32) for _ in range(2))
+    per_run = [_scores_of_run(run, data, resolved, replay, name, block) for run in run_list]
+    if len(per_run) == 1:
+        return per_run[0]
+    method = Unrolled(*run_list)
+    settings = {**per_run[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in per_run]}
+    record = ScoreRecord(name, method, per_run[0].manifest, settings, task=per_run[0].task)
+    mean, errors = (np.empty(per_run[0].shape, np.float32) for _ in range(2))
     for rows in rows_in_batches(np.arange(len(mean)), _MEAN_ROWS):
-        parts = np.stack([scores.rows(rows) for scores in found])
+        parts = np.stack([scores.rows(rows) for scores in per_run])
         mean[rows] = parts.mean(axis=0, dtype=np.float64)
-        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(found))
+        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(per_run))
     return Scores(HeldMatrix(mean, errors), record)
 
 
@@ -158,11 +158,11 @@ def _scores_of_run(
             )
         blocks = _SharedBlocks(run, workspace, path, spec, now)
         if lazy.table is None or not lazy.table.complete:
-            found = blocks.scores(replay(run), block)
-            if found is not None:
+            matrix = blocks.scores(replay(run), block)
+            if matrix is not None:
                 with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
-                        work.put(rows, {SCORES: found[rows]})
+                        work.put(rows, {SCORES: matrix[rows]})
         if blocks.are_scores():
             blocks.forget()
     reader = workspace.reader()
@@ -258,8 +258,8 @@ class _SharedBlocks:
                 chunk = int(pending[0]) // size
                 targets = np.arange(*table.chunk_range(chunk))
                 file = self._folder / f"block-{targets[0]:09d}.safetensors"
-                found = replay.block(targets, file, done)
-                work.put(pending, {SCORES: found[pending - targets[0]]})
+                scores = replay.block(targets, file, done)
+                work.put(pending, {SCORES: scores[pending - targets[0]]})
                 counted.add(chunk)
                 file.unlink(missing_ok=True)
                 count_others()
