@@ -268,7 +268,11 @@ def _site(two: Record, three: Record, names: tuple[str, ...], reads_samples: boo
         # The sequences are not packed, and may be others than the samples in order.
         site.routed = leaves[0] != BatchAxis(int(not three.others[-1]))
     has_axes = not any(isinstance(axis, str) for axis in leaves)
-    site.sliceable = has_axes and two.others == three.others
+    # An index such as arange(B), which is the same in all batches, numbers the samples.
+    numbers = three.has_index and any(
+        free and axis for free, axis in zip(three.value_free, leaves, strict=True)
+    )
+    site.sliceable = has_axes and two.others == three.others and not numbers
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
         raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
     return site

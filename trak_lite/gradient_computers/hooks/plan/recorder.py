@@ -73,6 +73,11 @@ class Record:
         packed = _PACKED_ROWS in self.taints and self.function not in RECURRENT
         return packed or _MOVED in self.taints
 
+    @property
+    def has_index(self) -> bool:
+        """Whether tensor arguments may be indices."""
+        return _name_of(self.function) in _FINDERS
+
 
 class _Seen(NamedTuple):
     """Data of one operation, with or without parameters, for the comparison of two batch sizes."""
