@@ -223,8 +223,17 @@ NAMED = {
     "mm by names": lambda s, x: torch.mm(mat2=s.a.weight, input=x),
     "a method by names": lambda s, x: x.matmul(other=s.a.weight),
     "a parameter on the left by names": lambda s, x: torch.matmul(other=x.t(), input=s.a.weight).t(),
-    "the samples' numbers as an index": filled,
     "a layer by names": lambda s, x: s.a(input=x),
+    "add by NumPy's names": lambda s, x: torch.add(x1=x, x2=s.p, alpha=3),
+    "matmul by NumPy's names": lambda s, x: torch.matmul(x=x, x2=s.a.weight),
+    "a transpose by names": lambda s, x: (
+        x @ torch.transpose(dim0=0, dim1=1, input=s.a.weight) @ torch.t(input=s.b.weight)
+    ),
+    "in place by names": lambda s, x: torch.clamp_(min=s.p, input=s.a(x) * 1),
+    "the samples' numbers as an index": filled,
+    "an index in place by names": lambda s, x: torch.index_put_(
+        values=s.slope, indices=(torch.arange(len(x)), x.argmax(1)), input=s.a(x) * 1
+    ),
 }
 EXACT |= {name: net(forward, rows(3)) for name, forward in NAMED.items()}
 

@@ -17,6 +17,7 @@ from models import (
     classify,
     hooked,
     make,
+    net,
     rows,
     ruled,
     tokens,
@@ -219,6 +220,68 @@ def test_low_precision_finds_the_same_rows(autocast):
     for name, value in by_loop(model, classify, batch).items():
         error = float((found[name] - value).norm())
         assert error <= (1e-5 if autocast is None else 0.1) * float(value.norm()) + 1e-5, name
+
+
+# ---- Rows that are moved by an operation with named arguments
+def repeated(h, order, counts):
+    samples = torch.repeat_interleave(repeats=counts)
+    assert torch.equal(samples, torch.arange(len(h)).repeat_interleave(repeats=counts))
+    return h.repeat_interleave(repeats=counts, dim=0), samples
+
+
+def repeated_by_a_function(h, order, counts):
+    samples = torch.repeat_interleave(dim=0, repeats=counts, input=torch.arange(len(h)))
+    return torch.repeat_interleave(repeats=counts, input=h, dim=0), samples
+
+
+def where(h, order, counts):
+    i, t = torch.where(condition=torch.arange(3) < counts[:, None])
+    return h[i] * (1 + t[:, None]), i
+
+
+def sorted_along(function, **dim):
+    def move(h, order, counts):
+        values, order = function(input=h[:, :1], **dim)
+        return values.expand(-1, 4), order[:, 0]
+
+    return move
+
+
+BY_NAME = {
+    "repeat_interleave": repeated,
+    "torch.repeat_interleave": repeated_by_a_function,
+    "where": where,
+    "sort": sorted_along(torch.sort, dim=0),
+    "sort by NumPy's names": sorted_along(torch.sort, axis=0),
+    "topk by NumPy's names": sorted_along(lambda input: torch.topk(axis=0, k=len(input), input=input)),
+    "sort of torch.ops": sorted_along(lambda input: torch.ops.aten.sort(self=input, dim=0)),
+    "gather": lambda h, order, _: (torch.gather(index=order[:, None].expand(-1, 4), dim=0, input=h), order),
+    "gather by NumPy's names": lambda h, order, _: (torch.gather(x=h, axis=0, index=order.expand(4, -1).T), order),
+    "index_select": lambda h, order, _: (torch.index_select(index=order, axis=0, a=h), order),
+    "take_along_dim": lambda h, order, _: (torch.take_along_dim(input=h, indices=order[:, None], dim=0), order),
+    "take": lambda h, order, _: (torch.take(index=order[:, None] * 4 + torch.arange(4), input=h), order),
+    "put": lambda h, order, _: (torch.put(input=0 * h, index=order[:, None] * 4 + torch.arange(4), source=h),
+                                order.argsort()),
+    "index_put": lambda h, order, _: (torch.index_put(input=0 * h, indices=(order,), values=h), order.argsort()),
+    "index_copy": lambda h, order, _: (torch.index_copy(input=0 * h, dim=0, index=order, source=h), order.argsort()),
+    "index of torch.ops": lambda h, order, _: (torch.ops.aten.index(self=h, indices=[order]), order),
+    "embedding": lambda h, order, _: (torch.embedding(indices=order, weight=h), order),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("move", BY_NAME.values(), ids=BY_NAME)
+def test_rows_that_an_operation_with_named_arguments_moves_are_found(move):
+    """In batches of the shapes of the first ones, in which rows stay in order, with other values."""
+
+    def forward(s, x, counts):
+        moved, samples = move(s.a(x), x[:, 0].argsort(), counts)
+        return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, samples, s.c(s.b(moved).tanh()))
+
+    still = torch.arange(4.0, dtype=torch.float64)[:, None].expand(-1, 4) / 4, torch.tensor([2, 2, 2, 2])
+    others = [
+        (rows(4, seed=seed), torch.tensor(counts)) for seed, counts in enumerate(([1, 3, 2, 2], [3, 2, 1, 2]))
+    ]
+    assert_exact_in_every_batch(net(forward, still, still, *others, unchecked=True))
 
 
 # ---- Rows of another number than ever

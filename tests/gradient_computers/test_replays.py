@@ -276,6 +276,11 @@ def split_by_a_tensor(x):
     return torch.zeros(len(x), 1).index_fill(0, positive, 1.0) > 0
 
 
+def split_by_a_named_tensor(x):
+    place = (x <= 0).sum().view(1)
+    return x[:, :1] * 0 + torch.tensor_split(tensor_indices_or_sections=place, input=x)[1].numel() > 0
+
+
 def writes_by_a_list(x):
     found = torch.zeros_like(x)
     found[:, [x.argmax() * 0]] = 1.0
@@ -374,6 +379,7 @@ NOT_REPLAYED = {
     "makes a parameter": lambda: doubles(lambda x: nn.Parameter(x) > 0),
     "applies Python": lambda: doubles(lambda x: x.apply_(abs) > 0),
     "splits by a tensor": lambda: doubles(split_by_a_tensor),
+    "splits by a named tensor": lambda: doubles(split_by_a_named_tensor),
     "selects by mask": lambda: Net(selects_by_mask),
     "computes in a thread": lambda: doubles(in_a_thread),
     "computes in a thread, and collects": lambda: doubles(in_a_thread_after_a_collection),

@@ -30,6 +30,21 @@ _RAISING = frozenset({
 """Operations that raise for some values; after others of the ``_ex`` kind, one that returns nothing does."""
 
 
+_OTHER_NAMES = {"self": "input", "x": "input", "a": "input", "x1": "input", "x2": "other", "axis": "dim"}
+"""Names of arguments in ``torch.ops`` and in NumPy, which torch's functions take too."""
+
+
+def by_name(names: Sequence[str], args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a torch function's arguments by name; ``names`` are those of the positional ones.
+
+    Example:
+        >>> by_name(("input", "dim"), [3], {"axis": 0})
+        {'input': 3, 'dim': 0}
+    """
+    bound = dict(zip(names, args, strict=False))
+    return bound | {key if key in names else _OTHER_NAMES.get(key, key): kwargs[key] for key in kwargs}
+
+
 class UnrecordableError(Exception):
     """A computation that a replay might not repeat; the message says why."""
 

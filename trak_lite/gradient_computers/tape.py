@@ -323,11 +323,12 @@ class _UnseenReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         values = [*args, *kwargs.values()]
         index = values[1] if name in _INDEXES else ()
+        sizes = values[1:] if args else [value for key, value in kwargs.items() if key != "input"]
         if (
             name in _UNSEEN_READS
             or (name in _CONSTRUCTORS and any(map(_lists_tensors, values)))
             or any(map(_lists_tensors, index if isinstance(index, tuple) else [index]))
-            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in tensors_of(values[1:])))
+            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in tensors_of(sizes)))
         ):
             self._tape.refuse(f"values are read by {name}, which is no operation")
         if name in _CONVERSIONS:

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.randomness import RandomState
-from trak_lite.gradient_computers.recording import ENTRIES
+from trak_lite.gradient_computers.recording import ENTRIES, by_name
 from trak_lite.types import FactoredBlock, LookupBlock, SummedBlock
 
 
@@ -72,8 +72,7 @@ class OperationCall:
         """Return the arguments under these names, in order; a missing one is ``None``."""
         if not self.kwargs:
             return [*self.args[: len(names)], *[None] * (len(names) - len(self.args))]
-        arguments = dict(zip(names, self.args, strict=False))
-        arguments.update(self.kwargs)
+        arguments = by_name(names, self.args, self.kwargs)
         return [arguments.get(name) for name in names]
 
     def wants(self, value: Any) -> bool:

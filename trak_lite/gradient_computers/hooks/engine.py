@@ -32,7 +32,7 @@ from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES,
 from trak_lite.gradient_computers.hooks.rules.recurrent import is_recurrence, num_sequences, run_recurrent
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import RandomState
-from trak_lite.gradient_computers.recording import tensors_of
+from trak_lite.gradient_computers.recording import by_name, tensors_of
 from trak_lite.gradient_computers.reference import leaves_of_graph, naming_graph_failures
 from trak_lite.models.sharded import class_of
 from trak_lite.types import FactoredBlock
@@ -95,6 +95,8 @@ class GradientPass(AbstractInterceptor):
             value = function(*args)
             if not isinstance(value, Tensor):
                 return value
+        if "input" in kwargs and is_in_place(function):  # what it overwrites is the first of the leaves
+            args, kwargs = (kwargs["input"],), {key: kwargs[key] for key in kwargs if key != "input"}
         leaves, spec = flattened(args, kwargs)
         site = self._next_site(function, leaves)
         if site is not None and site.batched:
@@ -110,7 +112,9 @@ class GradientPass(AbstractInterceptor):
         for tensor in differentiable(written(function, args, result)):
             if tensor.requires_grad and id(tensor) not in self.watched:
                 parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
-                self._ledger.share(tensor, parents, is_transpose=_is_transpose(function, args, tensor))
+                self._ledger.share(
+                    tensor, parents, is_transpose=_is_transpose(function, args, kwargs, tensor)
+                )
                 self.watched[id(tensor)] = tensor
         return result
 
@@ -466,12 +470,13 @@ def _parts_of(
     }
 
 
-def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:
+def _is_transpose(function: Function, args: Any, kwargs: Mapping[str, Any], result: Tensor) -> bool:
     """Whether the result is the transpose of the first argument, a matrix."""
-    if function not in _TRANSPOSITIONS or args[0].dim() != 2:
+    if function not in _TRANSPOSITIONS or result.dim() != 2:
         return False
-    axes = [axis % 2 for axis in args[1:] if isinstance(axis, int)]
-    return result.dim() == 2 and axes in ([], [0, 1], [1, 0])
+    arguments = by_name(("input", "dim0", "dim1"), args, kwargs)
+    axes = [axis % 2 for axis in arguments.values() if isinstance(axis, int)]
+    return arguments["input"].dim() == 2 and axes in ([], [0, 1], [1, 0])
 
 
 def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> None:

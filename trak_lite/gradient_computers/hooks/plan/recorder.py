@@ -21,7 +21,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.parameters import Kept
-from trak_lite.gradient_computers.recording import leaves_of, tensors_of
+from trak_lite.gradient_computers.recording import by_name, leaves_of, tensors_of
 
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
@@ -131,8 +131,9 @@ class Recorder(AbstractInterceptor):
             return func(*args, **kwargs)
         name = _name_of(func)
         inputs = tensors_of((args, kwargs))
-        moved = self._moved_sizes(name, func, args, kwargs)
-        chooses, num_read = _chooses_by_value(name, func, args), _num_read(name, func, args, kwargs)
+        call = _Call(name, func, by_name(_POSITIONS.get(name, _USUAL), args, kwargs), self._is_value_free)
+        moved = self._moved_sizes(call)
+        chooses, num_read = _chooses_by_value(call), _num_read(name, func, args, kwargs)
         value_free = self._is_made_of_sizes(name, inputs)
         reasons = set(self._taints_of(inputs))
         result = super().__torch_function__(func, types, args, kwargs)
@@ -201,15 +202,13 @@ class Recorder(AbstractInterceptor):
             return name in _FACTORIES or not self.reads
         return all(map(self._is_value_free, inputs))
 
-    def _moved_sizes(
-        self, name: str, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[int, ...]:
+    def _moved_sizes(self, call: _Call) -> tuple[int, ...]:
         """Return the sizes of the axes along which an operation sorts or moves entries by values."""
-        find = _FINDERS.get(name)
+        find = _FINDERS.get(call.name)
         # Torch's recurrent layers restore the order of what they sort.
         if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
             return ()
-        return find(_Call(name, function, args, kwargs, self._is_value_free))
+        return find(call)
 
     def _taint(self, function: Function, tensors: Sequence[Tensor], reasons: frozenset[str]) -> None:
         for index, tensor in enumerate(tensors):
@@ -292,8 +291,8 @@ def _name_of(function: Function) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def _parts_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[1] if isinstance(args[1], tuple) else args[1:2]
+def _parts_of(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -316,13 +315,14 @@ _READING_AT = _names("gather index_select take_along_dim")
 _WRITING_AT = _names("index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce")
 
 
-def _chooses_by_value(name: str, function: Function, args: tuple[Any, ...]) -> bool:
+def _chooses_by_value(call: _Call) -> bool:
     """Whether the shape of an operation's result depends on values, so that its rows may belong to any sample."""
-    if name == "__getitem__" and len(args) == 2:
-        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in _parts_of(args))
-    if name == "repeat_interleave":
-        alone = function is torch.repeat_interleave and len(args) == 1
-        return alone or any(isinstance(part, Tensor) for part in args[1:])
+    name, args = call.name, call.args
+    if name == "__getitem__":
+        parts = _parts_of(args["indices"])
+        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+    if name == "repeat_interleave":  # of an input, or of the numbers of repetitions alone
+        return isinstance(args.get("repeats", args.get("input")), Tensor)
     return name in _BY_VALUE or (name == "where" and len(args) == 1)
 
 
@@ -332,9 +332,10 @@ def _num_read(name: str, function: Function, args: tuple[Any, ...], kwargs: Mapp
         return int(args[0].numel())
     sizes: Any = ()  # the operation reads the values of tensors that are slice bounds or sizes
     if name in ("__getitem__", "__setitem__"):
-        sizes = [(part.start, part.stop, part.step) for part in _parts_of(args) if isinstance(part, slice)]
+        sizes = [(part.start, part.stop, part.step) for part in _parts_of(args[1]) if isinstance(part, slice)]
     elif name in _FACTORIES or name in _TAKING_SIZES:
-        sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
+        named = [value for key, value in kwargs.items() if key != "input"]
+        sizes = (args[name in _TAKING_SIZES :], named)
     if not sizes:
         return 0
     return sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point())
@@ -345,25 +346,20 @@ class _Call(NamedTuple):
 
     name: str
     function: Function
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: Mapping[str, Any]
+    """The arguments by name, also the positional ones."""
     value_free: Callable[[Any], bool]
     """Whether an index is the same for all batches of equal size."""
 
 
 def _ordered(call: _Call) -> tuple[int, ...]:
-    args = call.args
-    values = args[0] if args else call.kwargs["input"]
-    position = 2 if call.name == "topk" else 1
-    by_position = len(args) > position and not isinstance(args[position], bool)
-    dim = call.kwargs.get("dim", args[position] if by_position else -1)
-    return (_size(values, 0 if call.name == "msort" else dim),)
+    dim = call.args.get("dim", 0 if call.name == "msort" else -1)
+    return (_size(call.args["input"], dim),)
 
 
 def _along_one_axis(call: _Call) -> tuple[int, ...]:
-    names = ("input", "indices", "dim") if call.name == "take_along_dim" else ("input", "dim", "index")
-    bound = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    values, dim, index = bound["input"], bound.get("dim"), bound.get("indices", bound.get("index"))
+    values, dim = call.args["input"], call.args.get("dim")
+    index = call.args.get("indices", call.args.get("index"))
     if not isinstance(index, Tensor) or call.value_free(index):
         return ()
     if dim is None:  # take_along_dim without dim: all axes flattened
@@ -373,23 +369,20 @@ def _along_one_axis(call: _Call) -> tuple[int, ...]:
 
 
 def _anywhere(call: _Call) -> tuple[int, ...]:
-    index = call.args[1] if len(call.args) > 1 else call.kwargs.get("index")
-    return () if call.value_free(index) else (int(call.args[0].numel()),)
+    return () if call.value_free(call.args["index"]) else (int(call.args["input"].numel()),)
 
 
 def _rows_of_a_table(call: _Call) -> tuple[int, ...]:
     if call.function is not torch.embedding:  # torch.nn.functional.embedding wraps it, with the other order
         return ()
-    table, ids = (*call.args, *call.kwargs.values())[:2]
-    return () if call.value_free(ids) else (len(table),)
+    return () if call.value_free(call.args["indices"]) else (len(call.args["weight"]),)
 
 
 def _by_subscript(call: _Call) -> tuple[int, ...]:
-    values, by_name = call.args[0], not call.name.startswith("__")
-    named: Sequence[Any] = call.kwargs.get("indices", ())
-    parts = named if by_name and len(call.args) < 2 else call.args[1] if by_name else _parts_of(call.args)
+    values, has_brackets = call.args["input"], call.name.startswith("__")
+    parts = _parts_of(call.args["indices"]) if has_brackets else call.args["indices"]
     axis, moved, fixed = 0, list[int](), False
-    taken = sum(_axes_of(part, by_name) for part in parts)
+    taken = sum(_axes_of(part, has_brackets) for part in parts)
     for part in parts:
         if part is Ellipsis:
             axis += values.dim() - taken
@@ -399,15 +392,15 @@ def _by_subscript(call: _Call) -> tuple[int, ...]:
                 fixed = True
             else:
                 moved.append(_size(values, axis))
-        axis += _axes_of(part, by_name)
+        axis += _axes_of(part, has_brackets)
     if moved and not fixed and call.name in ("__setitem__", "index_put"):
         moved += [p.numel() if isinstance(p, Tensor) else len(p) for p in filter(_is_index, parts)]
     return tuple(moved)
 
 
-def _axes_of(part: Any, by_name: bool) -> int:
+def _axes_of(part: Any, has_brackets: bool) -> int:
     """Return how many axes one part of a subscript consumes."""
-    if part is Ellipsis or isinstance(part, bool) or (part is None and not by_name):
+    if part is Ellipsis or isinstance(part, bool) or (part is None and has_brackets):
         return 0
     return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
 
@@ -423,6 +416,16 @@ def _size(values: Tensor, dim: int) -> int:
     return int(values.shape[dim]) if values.dim() else 1
 
 
+_USUAL = ("input", "dim", "index")
+_POSITIONS = {
+    **dict.fromkeys(("take", "put"), ("input", "index")),
+    "take_along_dim": ("input", "indices", "dim"),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index"), ("input", "indices")),
+    "topk": ("input", "k", "dim"),
+    "repeat_interleave": ("input", "repeats"),
+    "embedding": ("weight", "indices"),
+}
+"""Names of the positional arguments by name of the operation, if not the usual ones."""
 _FINDERS: dict[str, Callable[[_Call], tuple[int, ...]]] = {
     **dict.fromkeys(("sort", "argsort", "msort", "topk"), _ordered),
     **dict.fromkeys(_READING_AT | _WRITING_AT, _along_one_axis),

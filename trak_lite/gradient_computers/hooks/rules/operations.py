@@ -51,9 +51,8 @@ def matmul_rule(call: OperationCall, grad: Tensor) -> Parts:
 
 def matrices_of(call: OperationCall) -> tuple[Any, Any]:
     """Return the left and the right factor of a matrix product; they may be keyword arguments."""
-    named = [call.kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in call.kwargs]
-    left, right = (*call.args, *named)
-    return left, right
+    left, right, mat2 = call.bind("input", "other", "mat2")
+    return left, mat2 if right is None else right
 
 
 def _matrix_product(
@@ -118,8 +117,7 @@ def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor 
     def rule(call: OperationCall, grad: Tensor) -> Parts:
         if len(call.args) > 2:
             return  # torch.add(x, 2, y), where 2 is a factor of y
-        named = (call.kwargs[name] for name in ("input", "other") if name in call.kwargs)
-        operands = (*call.args, *named)[:2]
+        operands = call.bind("input", "other")
         for index, operand in enumerate(operands):
             value = derivative(call, operands, index, grad) if call.wants(operand) else None
             if value is not None:
