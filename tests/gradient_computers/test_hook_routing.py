@@ -408,6 +408,24 @@ def test_rows_that_belong_to_no_one_sample_are_refused_by_name(build, message):
         collect_gradients(HookGradientComputer(model, resolve_task(classify), grad_wrt=names), batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_small_row_of_several_samples_is_refused_in_half_precision_too(dtype):
+    """In a batch that the self-check does not compare; the row's gradient is a few hundredths of the largest one."""
+
+    def forward(s, x):
+        order = x[:, 0].argsort()
+        moved = s.a(x[order]) * ((x[order][:, :1] > -3).to(x.dtype) + 0.007)
+        return s.c(moved[order.argsort()] + moved[:1] * (x[:, :1].amin() < -3).to(x.dtype))
+
+    model, computer = hooked(forward, self_check=False)
+    model.to(dtype)
+    batch = rows(8).to(dtype)
+    collect_gradients(computer, (batch,))
+    batch[0] = -4
+    with pytest.raises(UnsupportedModelError, match="several samples depends on one row"):
+        collect_gradients(computer, (batch,))
+
+
 # ---- The code that tells samples
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_code_tells_the_sample_of_every_row(dtype):

@@ -23,8 +23,9 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative deviation from a power of two that counts as rounding (kernels with varying summation order)."""
 _BASE, _BASES = 64, {torch.float16: 4}
 """Number of powers of two per digit of a code; fewer for float16 because of its range."""
-_NEGLIGIBLE = 64
-"""A row below this multiple of the machine precision times the largest row is rounding noise."""
+_NEGLIGIBLE, _MOST_NEGLIGIBLE = 64, 2**-6
+"""A row below this multiple of the machine precision times the largest row is rounding noise; the second is the most
+that may be left out, since the precision of bfloat16 is 2**-7."""
 
 
 def sketch(rows: Tensor) -> Tensor:
@@ -48,6 +49,11 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     steps = torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=torch.float64, device="cpu").sqrt()
     directions = torch.outer(torch.arange(1, width + 1, dtype=torch.float64, device="cpu"), steps).cos()
     return directions.to(dtype).to(device)
+
+
+def _noise(dtype: torch.dtype) -> float:
+    """Return the size, relative to the largest row, up to which a row may be rounding noise."""
+    return min(_NEGLIGIBLE * torch.finfo(dtype).eps, _MOST_NEGLIGIBLE)
 
 
 def _largest_entries(rows: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ class SampleCode:
             fits &= (digit >= 0) & (digit < self.base)
             owner += digit * self.base**position
         fits &= owner < self.count
-        noise = sizes.squeeze(1) <= _NEGLIGIBLE * torch.finfo(dtype).eps * sizes.max()
+        noise = sizes.squeeze(1) <= _noise(dtype) * sizes.max()
         if not bool((fits | noise).all()):
             return None
         samples[rows] = torch.where(fits, owner, -1)
@@ -166,7 +172,7 @@ class SampleCode:
         sizes = _largest_entries(plain)
         if not len(sizes):
             return False
-        noise = _NEGLIGIBLE * torch.finfo(dtype).eps * 2.0 ** -(self.base // 2) * float(sizes.max())
+        noise = _noise(dtype) * 2.0 ** -(self.base // 2) * float(sizes.max())
         empty = sizes == 0
         return any(bool((empty & (_largest_entries(values) > noise)).any()) for values in tagged)
 
