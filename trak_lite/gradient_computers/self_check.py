@@ -286,7 +286,8 @@ def _flags(batch: Batch) -> Any:
     if flags is not None:
         beside = attributes_beside(batch)
         return (*flags, *((name, _flags(value)) for name, value in beside.items())) if beside else flags
-    return batch if isinstance(batch, bool | int | float | str) else None
+    # 1, 1.0 and True are equal, and NaN is not equal to itself.
+    return (type(batch), repr(batch)) if isinstance(batch, bool | int | float | str) else None
 
 
 def draws_masks(tree: ModelTree) -> bool:
