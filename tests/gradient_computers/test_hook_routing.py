@@ -388,6 +388,30 @@ def centred():
     return Model(lambda s, x: x * s.slope - (x * s.slope).mean(0), slope=slope)
 
 
+class DropsSmall(torch.autograd.Function):
+    """Passes no gradient on where all of it is small, as that of the second weighted pass is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.abs().amax() > 1e-6 else None
+
+
+def test_a_weighted_pass_without_a_gradient_is_no_digit_of_the_next():
+    """Samples 64 to 69 would be taken for 0 to 5."""
+
+    def forward(s, x):
+        order = x[:, 0].argsort()
+        return s.b(DropsSmall.apply(s.a(x[order]) * s.p)[order.argsort()])
+
+    _, computer = hooked(forward, self_check=False)
+    with pytest.raises(UnsupportedModelError, match="not every weighted backward pass reached its result"):
+        collect_gradients(computer, (rows(70),))
+
+
 REFUSED = {
     "rows that mix samples": (changed(lambda y: y - y.mean(0)),
                               r"linear, which uses \['experts.*several samples depends"),

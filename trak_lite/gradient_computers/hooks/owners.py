@@ -76,6 +76,11 @@ class SampleCode:
         """Return the code for gradients of these dtypes."""
         return cls(count, min((_BASES.get(dtype, _BASE) for dtype in dtypes), default=_BASE))
 
+    @property
+    def num_digits(self) -> int:
+        """Number of weighted passes."""
+        return math.ceil(math.log(self.count, self.base) - 1e-9)
+
     def weights(self, like: Tensor) -> list[Tensor]:
         """Return the weights of f for each pass, ``(B,)`` each; an empty list for one sample.
 
@@ -109,8 +114,7 @@ class SampleCode:
     def _exponents(self, device: torch.device) -> list[Tensor]:
         """Return the base-two logarithms of the weights, ``(B,)`` for each pass."""
         numbers = torch.arange(self.count, device=device)
-        positions = range(math.ceil(math.log(self.count, self.base) - 1e-9))
-        return [numbers // self.base**position % self.base - self.base // 2 for position in positions]
+        return [numbers // self.base**i % self.base - self.base // 2 for i in range(self.num_digits)]
 
     def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the sample of every row ``(N,)``, -1 for a row of zeros; ``None`` if a row has several samples.

@@ -79,7 +79,7 @@ class RowTags:
     def are_in_place(self, grad: Tensor, code: SampleCode) -> bool:
         """Whether the gradient of every row is known to belong to the sample that ``axis`` has there."""
         values = [grads[0] for grads in self.passes]
-        if self.axis is None or not values:
+        if self.axis is None or not values or len(values) < code.num_digits:
             return False
         plain = sketch(self.rows(grad))
         scales = code.row_scales(self.axis, grad.shape[: grad.dim() - self.trailing], plain)
@@ -105,8 +105,8 @@ class RowTags:
         plain = sketch(self.rows(grad))
         tagged = [grads[index] for grads in self.passes]
         weighted = [values for values in tagged if values is not None]
-        if not weighted and code.count > 1:
-            raise mixed(self.site, "no weighted backward pass reached its result")
+        if len(weighted) < code.num_digits:
+            raise mixed(self.site, "not every weighted backward pass reached its result")
         exact = code.exact_owners(plain, weighted)
         if exact is not None:
             return exact
