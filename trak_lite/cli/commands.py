@@ -520,9 +520,9 @@ def renders(config: RunConfig) -> tuple[Render | None, Render | None]:
 
 
 def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:
-    """Return the store's path with another suffix; for an object store ``remote``, in the current folder."""
+    """Return the store's path with a suffix in place of ``.zarr``; for an object store the path ``remote``."""
     path = config.path
-    return Path(remote) if isinstance(path, RemotePlace) else Path(path).with_suffix(suffix)
+    return Path(remote if isinstance(path, RemotePlace) else path.removesuffix(".zarr") + suffix)
 
 
 def _is_store(path: str | RemotePlace) -> bool:

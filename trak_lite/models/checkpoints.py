@@ -109,9 +109,9 @@ def iterate_checkpoints(
     if checkpoint_loader is not None:
         single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
         for number, item in enumerate([checkpoints] if single else checkpoints):
-            is_path = isinstance(item, str | os.PathLike)
-            name = Path(item).stem if is_path else str(number)
-            source = str(Path(item).absolute()) if is_path and Path(item).exists() else None
+            path = Path(item) if isinstance(item, str | os.PathLike) else None
+            name = str(number) if path is None else path.name if path.is_dir() else path.stem
+            source = str(path.absolute()) if path is not None and path.exists() else None
             yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item), has_loader=True)  # type: ignore[misc]
         return
     if checkpoints is None:
