@@ -480,8 +480,8 @@ def _row_numbers(text: str) -> list[int]:
     """
     rows: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first:  # "-1"
+        first, dash, last = part.partition("-")
+        if not first or "-" in last or (dash and not last):
             raise InvalidInputError(f"--remove must be {_ROWS}, got {part!r:.40}.")
         start, stop = _number(int, "remove", first), _number(int, "remove", last or first)
         if stop < start:

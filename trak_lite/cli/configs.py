@@ -92,7 +92,7 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     may come from someone else, and the recorded digest says nothing about what the code does. It is optional unless
     the command ``runs``, which needs model and data.
     """
-    typed = dict(options)
+    typed = {name.removesuffix("+"): text for name, text in options}
     if isinstance(source, RunRecord):
         settings, where, folder = dict(source.config), f"The run stored in {source.where}", Path()
         there = settings.pop("recipe", None)
