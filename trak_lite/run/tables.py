@@ -296,9 +296,9 @@ def require_order(tables: Mapping[str, AbstractRowTable], digests: Iterable[str]
         )
 
 
-def capture_tables(store: AbstractFeatureStore, name: str = "") -> dict[int, str]:
-    """Return the paths of the rows of captures that are not finished, by the id of the checkpoint; "" is all names."""
-    paths = [path for path in store.table_names(CAPTURED) if name in ("", path.split("/")[1])]
+def capture_tables(store: AbstractFeatureStore, name: str | None = None) -> dict[int, str]:
+    """Return the paths of the rows of captures that are not finished, of one name or of all, by checkpoint id."""
+    paths = [path for path in store.table_names(CAPTURED) if name in (None, path.split("/")[1])]
     return {int(path.rpartition("-")[2]): path for path in paths}
 
 
@@ -311,15 +311,15 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     names = {path: store.attributes(path).get("name") for path in paths}
     matches = [path for path in paths if name in (path, names[path])]
     unfinished = capture_tables(store, name)
-    for path in unfinished.values():
-        store.drop_table(path)
-    if unfinished and not matches:
-        return
-    if len(matches) != 1:
+    if len(matches) > 1 or not (matches or unfinished):
         choices = some_of(f"{path} ({label})" for path, label in names.items())
         raise InvalidInputError(
             f"{len(matches)} checkpoints have the name {name!r}. Expected one of the tables {choices}."
         )
+    for path in unfinished.values():
+        store.drop_table(path)
+    if not matches:
+        return
     (train,) = matches
     weights = store.open_table(train).spec.fingerprint["weights"]
     # Targets first: without the train rows, their checkpoint could not be identified after a kill.
