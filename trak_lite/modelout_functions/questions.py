@@ -10,6 +10,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class QuestionsModelOutput(AbstractModelOutput):
             raise InvalidInputError("questions is empty. Expected at least one task by name.")
         self.has_curvature = self.task.has_curvature
         self.model: nn.Module | None = None
-        """The attributed model, which questions may capture; set by the attributor."""
+        """The attributed model, which questions may capture; see :meth:`know_model`."""
 
     def ask(
         self,
@@ -121,16 +122,23 @@ class QuestionsModelOutput(AbstractModelOutput):
         members: dict[Hashable, list[int]] = {}
         for index, group in zip(rows.indices.tolist(), groups, strict=True):
             members.setdefault(group, []).append(index)
-        digest = self._digest(name)
-        grouped = list(members.values())
-        chosen = hashlib.sha256(json.dumps([digest, reduction, grouped]).encode()).hexdigest()
-        return Rows(
-            _Asked(rows.dataset, grouped, digest, mean=reduction == "mean"),
+        asked = Rows(
+            _Asked(rows.dataset, list(members.values()), name, rows.name, mean=reduction == "mean"),
             batch_size=rows.batch_size if rows.has_batch_size else None,
             collate=_Collate(rows.collate, name),
-            name=None if rows.name is None else f"{rows.name} {chosen}",
             what=rows.what,
         )
+        self._identify(asked)
+        _ASKED.setdefault(self, WeakSet()).add(asked)
+        return asked
+
+    def know_model(self, model: nn.Module) -> None:
+        """Take the attributed model; called by the attributor."""
+        if model is not self.model:
+            self.model = model
+            # Without it, a model that a question captures is a reference, which is identified by its weights.
+            for rows in _ASKED.get(self, ()):
+                self._identify(rows)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w of the task, or of a question; see :meth:`AbstractModelOutput.evaluate`."""
@@ -176,17 +184,32 @@ class QuestionsModelOutput(AbstractModelOutput):
     def _question(self, name: str) -> AbstractModelOutput:
         return self.questions[name] if name else self.task
 
+    def _identify(self, rows: Rows) -> None:
+        """Set what identifies the question in its targets, and in their name if the samples have one."""
+        asked = rows.dataset
+        asked.digest = self._digest(asked.question)
+        if asked.name is not None:
+            chosen = json.dumps([asked.digest, "mean" if asked.mean else "sum", asked.groups])
+            rows.name = f"{asked.name} {hashlib.sha256(chosen.encode()).hexdigest()}"
+
     def _digest(self, name: str) -> int:
         """Return an int64 that identifies a question by its name and its description."""
         described = json.dumps([name, describe_task(self._question(name), self.model)], sort_keys=True)
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "little") >> 1
 
 
+_ASKED: WeakKeyDictionary[QuestionsModelOutput, WeakSet[Rows]] = WeakKeyDictionary()
+"""Targets of questions, whose digest changes when the attributed model becomes known."""
+
+
 class _Asked(Dataset[dict[str, Any]]):
     """Targets of a question: each is a list of samples. The digest is part of a target, and so of its identity."""
 
-    def __init__(self, dataset: Any, groups: list[list[int]], digest: int, *, mean: bool) -> None:
-        self.dataset, self.groups, self.digest, self.mean = dataset, groups, digest, mean
+    def __init__(
+        self, dataset: Any, groups: list[list[int]], question: str, name: str | None, *, mean: bool
+    ) -> None:
+        self.dataset, self.groups, self.question, self.name, self.mean = dataset, groups, question, name, mean
+        self.digest = 0
 
     def __len__(self) -> int:
         return len(self.groups)

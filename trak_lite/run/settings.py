@@ -98,7 +98,7 @@ class AttributorSettings:
         self._model = model
         self.task = resolve_task(task)
         if isinstance(self.task, QuestionsModelOutput):
-            self.task.model = model
+            self.task.know_model(model)
         self.dtype = one_of(DTYPES, dtype=dtype)
         chosen = select_parameters(model, grad_wrt)
         self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in chosen.items()}
@@ -157,24 +157,24 @@ class AttributorSettings:
         """
         resolved = resolve_task(task)
         is_same = describe_task(resolved, self._model) == describe_task(self.task, self._model)
-        has_questions = isinstance(resolved, QuestionsModelOutput)
-        if is_same and not has_questions:
+        asked, name = copy.copy(self), ""
+        if isinstance(resolved, QuestionsModelOutput):
+            if not is_same:
+                raise InvalidInputError(
+                    "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task "
+                    "of the train rows, questions), or the question itself."
+                )
+        elif is_same:
             return self, ""
-        if has_questions and not is_same:
-            raise InvalidInputError(
-                "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task of "
-                "the train rows, questions), or the question itself."
+        else:
+            own = self.task
+            base, questions = (
+                (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
             )
-        asked, default = copy.copy(self), self.task
-        if is_same:
-            asked.task = resolved
-            return asked, ""
-        base, questions = (
-            (default.task, default.questions) if isinstance(default, QuestionsModelOutput) else (default, {})
-        )
-        asked.task = QuestionsModelOutput(base, {**questions, _ASKED: resolved})
-        asked.task.model = self._model
-        return asked, _ASKED
+            resolved, name = QuestionsModelOutput(base, {**questions, _ASKED: resolved}), _ASKED
+        resolved.know_model(self._model)
+        asked.task = resolved
+        return asked, name
 
     def shown(self) -> dict[str, str]:
         """Return what an attributor with these settings does, as texts by name."""
