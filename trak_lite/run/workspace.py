@@ -250,7 +250,8 @@ class Workspace:
             cause = _cause(differing)
             cause = cause or _other_settings(stored, manifest)
             error = ManifestMismatchError(f"{cause}{error}")
-            if "dataset." in str(error) and "dataset.num_rows" not in str(error):
+            are_others = any(key.startswith("dataset.") for key in differing)
+            if are_others and "dataset.num_rows" not in differing:
                 raise ManifestMismatchError(
                     f"{error} If the samples change from one access to the next (augmentation, noise, a random mask), "
                     "switch the randomness off, or seed it with the index of the row. If it is the same data with "
