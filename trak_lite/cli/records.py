@@ -112,6 +112,7 @@ class _Content(NamedTuple):
     """What is shown of a table: rows done and in all, their bytes, and the name of the checkpoint."""
 
     path: str
+    is_complete: bool
     done: int
     total: int
     num_bytes: int
@@ -125,7 +126,7 @@ def inspection(path: str | RemotePlace, *, every: bool = False) -> str:
         made_with, fingerprint = dict(store.manifest.made_with), dict(store.manifest.fingerprint)
         settings, parameters = made_with.pop("settings", {}), fingerprint.pop("parameters", None)
         entries, tables = store.entry_names(), _contents(store)
-        left = [table.path for table in tables if table.done < table.total]
+        left = [table.path for table in tables if not table.is_complete]
         scored = [path for path in all_score_paths(store) if path not in left]
         lines = [
             f"{path}: a store of format {store.manifest.format}",
@@ -159,10 +160,12 @@ def _contents(store: AbstractFeatureStore) -> list[_Content]:
     for path in store.table_names():
         table = store.open_table(path)
         total = table.spec.num_rows
-        done = total if table.complete else int(table.done().sum())
+        is_complete = table.complete
+        done = total if is_complete else int(table.done().sum())
         name = store.attributes(path).get("name")
         is_captured = CAPTURED in table.spec.fingerprint
-        contents.append(_Content(path, done, total, total * table.spec.row_bytes, name, is_captured))
+        num_bytes = total * table.spec.row_bytes
+        contents.append(_Content(path, is_complete, done, total, num_bytes, name, is_captured))
     return contents
 
 
@@ -179,14 +182,15 @@ def _table_lines(tables: Sequence[_Content], *, every: bool) -> Iterator[str]:
     for alike, group in groups.items():
         shown = group
         if len(group) > _MOST_LISTED:
-            shown = [table for table in group if table.done < table.total]
+            shown = [table for table in group if not table.is_complete]
             done, total = sum(table.done for table in group), sum(table.total for table in group)
             what = f"{len(group)} tables ({len(shown) or 'none'} not finished), {_size(group)}"
             listed.append((alike, f"{done:,} of {total:,} rows done, {what}"))
         for table in shown[:_MOST_LISTED]:
             of = "" if table.name is None else f", checkpoint {_json(table.name)}"
+            left = "" if table.is_complete or table.done < table.total else ", not committed yet"
             way = ", captured: each row has the weights of its step" if table.is_captured else ""
-            listed.append((table.path, f"{table.done} of {table.total} rows done{of}{way}"))
+            listed.append((table.path, f"{table.done} of {table.total} rows done{left}{of}{way}"))
     width = max((len(path) for path, _ in listed), default=0)
     yield from (f"{path:<{width}}  {text}" for path, text in listed)
     if not listed:

@@ -279,9 +279,14 @@ class AbstractRowTable(ABC):
     def _raise_incomplete(self, chunk: int) -> NoReturn:
         first, stop = self.chunk_range(chunk)
         pending = int((~self.done()[first:stop]).sum())
+        rows = f"Rows {first} to {stop - 1} (chunk {chunk}) of {self._where} are"
+        if not pending:
+            raise IncompleteStoreError(
+                f"{rows} done and not committed yet. If their writer was killed, make its call again: opening the "
+                "table for writing, open_store(path, 'r+').open_table(...), commits them."
+            )
         raise IncompleteStoreError(
-            f"Rows {first} to {stop - 1} (chunk {chunk}) of {self._where} are not complete: "
-            f"{pending} of {stop - first} are pending. Featurize them first; pending() lists them."
+            f"{rows} not complete: {pending} of {stop - first} are pending. Featurize them first; pending() lists them."
         )
 
 
