@@ -380,7 +380,7 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once, so another choice of checkpoints or lambda needs another path.
-        table_path = tables.path_of("scores", exp_name, identity=fingerprint)
+        table_path = tables.first_score_path(exp_name, identity=fingerprint)
         spec = tables.score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(table_path) or store.create_table(table_path, spec)
         if not scores.complete:

@@ -39,11 +39,11 @@ from trak_lite.parallel.ranks import num_ranks
 from trak_lite.run.tables import (
     CAPTURED,
     GRADIENT_NORM,
+    capture_path,
     capture_tables,
     checkpoint_path,
     checkpoint_tables,
     model_id_for,
-    path_of,
 )
 from trak_lite.store import TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
@@ -292,7 +292,7 @@ class Capture:
                 store = workspace.created()
                 self._model_id = model_id_for("", checkpoint_tables(store), store)
                 checkpoint = checkpoint_path(self._model_id)
-                path = path_of(CAPTURED, self.name, checkpoint)
+                path = capture_path(self.name, checkpoint)
                 store.create_table(path, self._spec, {NEEDED_UNTIL: checkpoint})
                 self._path = path
 

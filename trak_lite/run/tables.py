@@ -1,4 +1,7 @@
-"""Names, paths, columns and specs of the tables of rows, targets, scores and columns. No other module builds them."""
+"""Paths of the tables of a store and of entries about them; columns and specs of rows, targets and scores.
+
+What is inside the folder of a fit or of an index is named where it is made.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,12 @@ preconditioned_folder = partial(path_of, "preconditioned")
 """Folder of the features of a target set that were multiplied by an inverse curvature."""
 plain_target_folder = partial(path_of, "targets")
 """Folder of the plain features of a target set, with one table per checkpoint."""
+first_score_path = partial(path_of, "scores")
+"""Path of scores: by the attributor's method, or of a replay, or of a TRAKer."""
+replay_path = partial(path_of, "replays")
+"""Path of the finished blocks of a replay."""
+capture_path = partial(path_of, CAPTURED)
+"""Path of the rows of a capture, given its name and the path of its checkpoint."""
 top_path = partial(path_of, "top")
 """Path of the top rows of a target set."""
 retrain_path = partial(path_of, "retrains")
@@ -135,7 +144,7 @@ def score_path(store: AbstractFeatureStore, name: str, method: AbstractMethod, b
     stored them.
     """
     identity = method.to_json()
-    short, other = path_of("scores", name), path_of("views", name, identity=identity)
+    short, other = first_score_path(name), path_of("views", name, identity=identity)
     paths = (short, other) if method == base else (other, short)
     for path in paths:
         if store.has_table(path) and store.open_table(path).spec.fingerprint.get("method") == identity:
@@ -167,7 +176,7 @@ def method_of_scores(
     paths = score_paths(store, name)
     if score_path(store, name, method, base) in paths:
         return method
-    if path_of("scores", name) in paths:
+    if first_score_path(name) in paths:
         return base
     stored = store.open_table(paths[0]).spec.fingerprint.get("method", {}) if len(paths) == 1 else {}
     return stored if stored.get("name") in METHODS else method
@@ -186,7 +195,7 @@ def scored_names(store: AbstractFeatureStore, *, own: bool = False) -> list[str]
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
     """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
-    kind = "" if method is None else target_folder("", method).partition("/")[0]
+    kind = "" if method is None else f"{target_folder('', method).partition('/')[0]}/"
     return sorted({path.split("/")[1] for path in target_paths(store) if path.startswith(kind)})
 
 

@@ -34,7 +34,7 @@ from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
-from trak_lite.run.tables import SCORES, path_of, score_table_spec
+from trak_lite.run.tables import SCORES, first_score_path, replay_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
@@ -145,7 +145,7 @@ def _scores_of_run(
         return Scores(HeldMatrix(replay(run).scores(block)), record)
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
-    path = path_of("scores", name)
+    path = first_score_path(name)
     spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
     outputs = outputs_of_model(run.model(), task, data, run.device)
     now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
@@ -196,7 +196,7 @@ class _SharedBlocks:
         """Find the blocks for a table of scores; those of another task are removed."""
         assert run.path is not None  # the scores are stored
         self._run, self._workspace, self._scores, self._spec, self._now = run, workspace, scores, spec, now
-        self._path = path_of("replays", identity=spec.fingerprint)
+        self._path = replay_path(identity=spec.fingerprint)
         self._folder = run.path / self._path
         if not _has_outputs(workspace, self._path, now, run.recipe.train_id):
             logger.info("The replay starts again, because f of the targets has changed.")
