@@ -203,7 +203,8 @@ class AbstractFeatureStore(ABC):
         """Store an array that cannot be recomputed, such as a run record or a fit.
 
         Unlike the cache, entries are always stored next to the rows, also in an object store. An existing entry of the
-        same name is replaced.
+        same name is replaced. The key identifies what the value was made from: :meth:`entry` returns ``None`` for
+        another key.
 
         Raises:
             InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.

@@ -143,7 +143,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         return self._entries.get(name, key)
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Store an array that cannot be recomputed, replacing any entry of the same name."""
+        """Store an array that cannot be recomputed; see :meth:`AbstractFeatureStore.put_entry`."""
         check_derived(name, key, array)
         self._require_writable()
         self._make_hidden(ENTRIES)
