@@ -227,11 +227,11 @@ class Attributor:
             ManifestMismatchError: If an older version of trak_lite wrote the store.
             InvalidInputError: If the store was made with a custom object that was not passed.
         """
-        place = resolve_place(path)
-        with open_store(place) as store:
+        location = resolve_place(path)
+        with open_store(location) as store:
             manifest = store.manifest
-        found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
-        return cls(model, found, place, **arguments)
+        resolved_task, arguments = stored_arguments(manifest, task, overrides, where=str(location))
+        return cls(model, resolved_task, location, **arguments)
 
     def __repr__(self) -> str:
         lines = "".join(f"\n  {name}: {text}" for name, text in self._shown().items())
@@ -242,9 +242,9 @@ class Attributor:
 
     def _shown(self) -> dict[str, str]:
         """Return the settings and the content of the store, as texts by name; an object store is not asked."""
-        place = "memory" if self.path is None else str(self.path)
+        location = "memory" if self.path is None else str(self.path)
         if isinstance(self.path, RemotePlace):
-            return {**self._settings.shown(), "store": place}
+            return {**self._settings.shown(), "store": location}
         try:
             with self._workspace.reading() as store:
                 content = tables.stored_content(store)
@@ -252,7 +252,7 @@ class Attributor:
             content = "no row yet, call featurize(data)"
         except StoreError as error:
             content = str(error)
-        return {**self._settings.shown(), "store": f"{place}: {content}"}
+        return {**self._settings.shown(), "store": f"{location}: {content}"}
 
     @property
     def layout(self) -> FeatureLayout:
@@ -328,9 +328,9 @@ class Attributor:
             self._run.joined(call) as ranks,
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
-            found = iterate_checkpoints(checkpoints, checkpoint_loader)
+            checkpoint_iter = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
-            each = zip(found, repeat(True)) if once else marking_last(found)
+            each = zip(checkpoint_iter, repeat(True)) if once else marking_last(checkpoint_iter)
             count = None if once else count_checkpoints(checkpoints, checkpoint_loader)
             with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
                 for checkpoint, wait in stages.each(each):
@@ -580,16 +580,16 @@ class Attributor:
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
-            naming_dropped(session.store) as known,
+            naming_dropped(session.store) as train_tables,
         ):
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if checkpoints[0] is not None:
                 target_set.refuse_others()
-                found = iterate_checkpoints(*checkpoints)
+                checkpoint_iter = iterate_checkpoints(*checkpoints)
                 with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
-                    used = [target_set.add(one, known) for one in stages.each(found)]
-            train = tables.complete_tables(session.store, used, known)
+                    used = [target_set.add(one, train_tables) for one in stages.each(checkpoint_iter)]
+            train = tables.complete_tables(session.store, used, train_tables)
             if used is None and any(len(set(one.weights(len(train)))) > 1 for one in methods):
                 tables.require_order(train, self._run.last)
             source = ScoreSource(
@@ -676,8 +676,8 @@ class Attributor:
         """
         chosen = unprojected_scored_by(self._settings, EKFAC() if method is None else method)
         k = None if k is None else positive_int(k=k)
-        found = list(iterate_checkpoints(checkpoints, checkpoint_loader))
-        if not found:
+        checkpoint_list = list(iterate_checkpoints(checkpoints, checkpoint_loader))
+        if not checkpoint_list:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
             )
@@ -687,7 +687,7 @@ class Attributor:
             run.rows(train, "the train data"),
             run.targets(targets),
             chosen,
-            found,
+            checkpoint_list,
             k=k,
             max_bytes=positive_int(max_bytes=max_bytes),
         )

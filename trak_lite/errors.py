@@ -257,9 +257,9 @@ def refuse_signal(error: BaseException) -> None:
         # A decorator's own code is that of all functions that it decorates.
         codes.add(getattr(inspect.unwrap(called), "__code__", None))
     cause: BaseException | None = error
-    known = set[int]()  # an error may be its own cause
-    while cause is not None and id(cause) not in known:
-        known.add(id(cause))
+    visited = set[int]()  # an error may be its own cause
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
         if any(frame.f_code in codes for frame, _ in traceback.walk_tb(cause.__traceback__)):
             raise error
         cause = cause.__cause__

@@ -241,24 +241,24 @@ class Rows(_AsTheyAre):
         for start in range(0, count, _DIGESTED_ROWS):
             rows = np.arange(start, min(start + _DIGESTED_ROWS, count))
             order.update(self._in_dataset(rows).astype("<i8").tobytes())
-        found: dict[str, Any] = {"num_rows": count, "indices": order.hexdigest()}
+        identity: dict[str, Any] = {"num_rows": count, "indices": order.hexdigest()}
         if self.name is not None:
-            return {**found, "id": self.name}
+            return {**identity, "id": self.name}
         if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
             tensors = self.dataset.tensors
             in_order = self._indices is None
-            found["tensors"] = _digest(tuple(t[:num_rows] for t in tensors) if in_order else tensors)
+            identity["tensors"] = _digest(tuple(t[:num_rows] for t in tensors) if in_order else tensors)
         plain = type(self.dataset) is TensorDataset
         if plain and self.collate is default_collate:
-            return found
+            return identity
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
         samples = _loaded(self.dataset, self._in_dataset(probed).tolist(), self.what)
         if not plain:
-            found["samples"] = _digest(samples)
+            identity["samples"] = _digest(samples)
         if self.collate is not default_collate:
             # Collate one by one: padding depends on the other samples of a batch, and these on the batch size.
-            found["collated"] = _digest([self.collate([sample]) for sample in samples])
-        return found
+            identity["collated"] = _digest([self.collate([sample]) for sample in samples])
+        return identity
 
     def _in_dataset(self, rows: RowNumbers) -> RowNumbers:
         return rows if self._indices is None else self._indices[rows]
@@ -270,11 +270,11 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
     ``batch_size`` and ``collate`` count where the data define none.
     """
     is_rows = isinstance(data, Rows)
-    given, indices, own_size, own_collate = data._given if is_rows else (data, None, None, None)
-    if own_size is None and not isinstance(given, DataLoader):
+    source, indices, own_size, own_collate = data._given if is_rows else (data, None, None, None)
+    if own_size is None and not isinstance(source, DataLoader):
         own_size = batch_size
     return Rows(
-        given,
+        source,
         indices=indices,
         batch_size=own_size,
         collate=own_collate or collate,
@@ -493,17 +493,17 @@ def _are_columns(dataset: Any) -> bool:
 
 def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -> RowNumbers:
     """Return indices into a dataset as an array."""
-    given = np.asarray(indices)
-    if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
+    numbers = np.asarray(indices)
+    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
         raise InvalidInputError(
-            f"indices must be a list of integers, got shape {given.shape} of {given.dtype}."
+            f"indices must be a list of integers, got shape {numbers.shape} of {numbers.dtype}."
         )
-    outside = given[(given < 0) | (given >= size)]
+    outside = numbers[(numbers < 0) | (numbers >= size)]
     if outside.size:
         raise InvalidInputError(
             f"indices of {what} hold {outside[:5].tolist()}, but it has rows 0 to {size - 1}. Use indices inside it."
         )
-    return given.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 def _digest(value: Any) -> str:
@@ -597,9 +597,9 @@ class HeldRows(_AsTheyAre):
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield each list of rows in the plan with a copy of its samples; all rows must be held."""
-        places = {row: place for place, row in enumerate(self.held.tolist())}
+        position_of = {row: position for position, row in enumerate(self.held.tolist())}
         for rows in plan:
-            yield rows, take_rows(self.batch, [places[row] for row in rows.tolist()])
+            yield rows, take_rows(self.batch, [position_of[row] for row in rows.tolist()])
 
 
 def every_nth(count: int, most: int) -> slice:

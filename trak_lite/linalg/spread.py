@@ -92,17 +92,17 @@ def agreement(groups: Sequence[Tensor]) -> Tensor:
         tensor([0.5000], dtype=torch.float64)
     """
     total: Tensor | None = None
-    own: Tensor | None = None
+    square_sum: Tensor | None = None
     for scores in groups:
         ranks = _unit_ranks(scores.T)
         total = ranks if total is None else total + ranks
         squares = ranks.square().sum(1)
-        own = squares if own is None else own + squares
-    if total is None or own is None or len(groups) < 2:
+        square_sum = squares if square_sum is None else square_sum + squares
+    if total is None or square_sum is None or len(groups) < 2:
         raise StateError(
             f"Agreement needs at least 2 checkpoints or runs, got {len(groups)}. Featurize more checkpoints."
         )
-    return (total.square().sum(1) - own) / (len(groups) * (len(groups) - 1))
+    return (total.square().sum(1) - square_sum) / (len(groups) * (len(groups) - 1))
 
 
 @torch.no_grad()

@@ -127,10 +127,10 @@ class AbstractMethod(ABC):
     @property
     def transforms_rows(self) -> bool:
         """Whether the method changes rows before the product."""
-        own = type(self)
+        cls = type(self)
         return (
-            own.transform is not AbstractMethod.transform
-            or own.transform_targets is not AbstractMethod.transform_targets
+            cls.transform is not AbstractMethod.transform
+            or cls.transform_targets is not AbstractMethod.transform_targets
         )
 
     @property
@@ -205,16 +205,16 @@ class AbstractMethod(ABC):
         Raises:
             InvalidInputError: If the number of weights is not the number of checkpoints.
         """
-        given = getattr(self, self._field_of_weights)
-        if given is None:
+        weights = getattr(self, self._field_of_weights)
+        if weights is None:
             return (1.0 / num_checkpoints,) * num_checkpoints
-        if len(given) != num_checkpoints:
+        if len(weights) != num_checkpoints:
             raise InvalidInputError(
-                f"{self._field_of_weights} has {len(given)} numbers, but {num_checkpoints} checkpoints are scored. "
+                f"{self._field_of_weights} has {len(weights)} numbers, but {num_checkpoints} checkpoints are scored. "
                 "Give one per checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...]). "
                 "Checkpoints with equal weights are one: give the sum of their numbers."
             )
-        return tuple(given)
+        return tuple(weights)
 
     def to_json(self) -> dict[str, Any]:
         """Return the name and the fields as JSON values: the identity of the method in a store.

@@ -176,14 +176,14 @@ class Scores:
 
     def __repr__(self) -> str:
         num_rows, num_targets = self.shape
-        place = self.location or "memory"
+        address = self.location or "memory"
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
         tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
         return printable(
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
-            f"  {f'stored in {place}' if self._matrix.stored else f'not stored, computed from the rows in {place}'}"
+            f"  {f'stored in {address}' if self._matrix.stored else f'not stored, computed from the rows in {address}'}"
             f"{tested}"
         )
 
@@ -223,13 +223,13 @@ class Scores:
         """
         k = positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
-        place = None if target is None else target_number(target, self.shape[1], self.name)
+        number = None if target is None else target_number(target, self.shape[1], self.name)
         choice = RowChoice.of(where, weights, lambda: self.columns, len(self))
-        found = self._matrix.kept_top(k, sign) if choice.is_all else None
-        if found is not None:
-            return found if place is None else TopRows(found.indices[place], found.scores[place])
-        found = chosen_top(self._matrix, k, choice, target=place, sign=sign)
-        return found if place is None else TopRows(found.indices[0], found.scores[0])
+        rows = self._matrix.kept_top(k, sign) if choice.is_all else None
+        if rows is not None:
+            return rows if number is None else TopRows(rows.indices[number], rows.scores[number])
+        rows = chosen_top(self._matrix, k, choice, target=number, sign=sign)
+        return rows if number is None else TopRows(rows.indices[0], rows.scores[0])
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield ``(first row, (b, M) scores)`` for all train rows in order, without loading the whole matrix.
@@ -380,8 +380,8 @@ class Scores:
             return repeats.pair_errors(wanted)
         if target is None:
             return repeats.standard_error(wanted)
-        place = target_number(target, self.shape[1], self.name)
-        return repeats.standard_error(wanted, slice(place, place + 1))[:, 0]
+        number = target_number(target, self.shape[1], self.name)
+        return repeats.standard_error(wanted, slice(number, number + 1))[:, 0]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000

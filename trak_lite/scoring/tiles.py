@@ -104,7 +104,7 @@ def group_tile(
     The second result is the group's share of the mean q, ``(rows,)`` float64, times G; ``None`` if ``q`` is not
     ``"outside"``. The score is the mean of the products over groups, times the mean of the q factors over groups.
     """
-    members = [terms[place] for place in group]
+    members = [terms[index] for index in group]
     tile = _summed(members, rows, q).mul_(num_groups)
     if q != "outside":
         return tile, None

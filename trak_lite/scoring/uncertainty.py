@@ -69,8 +69,8 @@ class Repeats:
                 "checkpoint, in their order."
             )
         groups: dict[Hashable, list[int]] = {}
-        for place, label in enumerate(labels):
-            groups.setdefault(label, []).append(place)
+        for index, label in enumerate(labels):
+            groups.setdefault(label, []).append(index)
         if len(groups) < 2:
             raise InvalidInputError(
                 f"Uncertainty needs at least 2 {'checkpoints' if runs is None else 'runs'}, got {len(groups)}. "
@@ -111,18 +111,18 @@ class Repeats:
     def reliability(self, *, threshold: float, max_rows: int) -> Reliability:
         """Return the agreement on ``max_rows`` evenly spaced train rows."""
         rows = spread_rows(self._source.num_rows, max_rows)
-        found = torch.cat([agreement(part) for part in self._parts(rows, slice(None))])
-        expected = expected_agreement(found, len(self._groups)).cpu().numpy()
-        return Reliability(found.cpu().numpy(), expected, expected >= threshold)
+        agreements = torch.cat([agreement(part) for part in self._parts(rows, slice(None))])
+        expected = expected_agreement(agreements, len(self._groups)).cpu().numpy()
+        return Reliability(agreements.cpu().numpy(), expected, expected >= threshold)
 
     def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
         """Return the mean Spearman correlations of all pairs, ``(G, G)``, over evenly spaced rows and targets."""
         rows = spread_rows(self._source.num_rows, max_rows)
         targets = every_nth(self._source.num_targets, max_targets)
         sums = sum(pair_sums(part).cpu().numpy() for part in self._parts(rows, targets))
-        found = np.asarray(sums) / len(range(self._source.num_targets)[targets])
-        np.fill_diagonal(found, 1.0)
-        return found
+        means = np.asarray(sums) / len(range(self._source.num_targets)[targets])
+        np.fill_diagonal(means, 1.0)
+        return means
 
     def _errors(self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
         spread = Spread()

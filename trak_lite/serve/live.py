@@ -196,7 +196,7 @@ class LiveModel:
         """
         # A user may score targets under a name of their own that starts like these.
         names = [name for name in self.stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
-        recent = {name: place for place, name in enumerate(self._used)}
+        recent = {name: index for index, name in enumerate(self._used)}
         oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
         gone = []
         for name in oldest[: max(0, len(names) - self.most_asked)]:
@@ -211,10 +211,10 @@ class LiveModel:
 
     def stored_names(self) -> list[str]:
         """Return the names of all target sets with features in the store; another process may remove some."""
-        place = self.attributor.path
-        if place is None:
+        path = self.attributor.path
+        if path is None:
             return []
-        with open_store(place) as store:
+        with open_store(path) as store:
             return target_names(store)
 
     def warm(self, scores: Scores) -> Iterator[None]:
@@ -246,10 +246,10 @@ class LiveModel:
             return {}
         run = scores.run
         with run.session(self._identity, train=None if self._compared else self.train) as session:
-            found = split_scores(session, scores, self.train, rows=rows, targets=[target])
+            contributions = split_scores(session, scores, self.train, rows=rows, targets=[target])
         self._compared = True
         coloured = {}
-        for row, values in found.items():
+        for row, values in contributions.items():
             texts = list(self.tokens(int(self.train.indices[row])))
             if len(texts) != len(values):
                 raise InvalidInputError(
