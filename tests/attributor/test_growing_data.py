@@ -268,6 +268,19 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     assert made.score(TARGETS, "again").shape == (N, 5)
 
 
+def test_finished_scores_are_read_after_drop_checkpoint_was_killed_between_targets_and_train_rows(tmp_path):
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(rows(N), states())
+    scores = made.score(TARGETS).numpy()
+    with ZarrFeatureStore.open(tmp_path / "a.zarr", "r+") as store:
+        store.drop_table("targets/targets/ckpt-0")  # the first table that drop_checkpoint removes
+
+    again = attributor(tmp_path / "a.zarr")
+    again.featurize(rows(N), states())
+    np.testing.assert_array_equal(again.score(TARGETS).numpy(), scores)
+    np.testing.assert_array_equal(again.scores("targets").numpy(), scores)
+
+
 def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(errors.StateError, match="no store"):

@@ -110,11 +110,14 @@ def _record(
     ``shown`` are JSON values to show, of scores without a table: a table has attributes.
     """
     made = source.manifest.made_with.get("settings")
-    path, targets, entries = tables.target_folder(source.name, source.method), source.target_identity, None
     if stored:
+        # The targets' features may be gone: scores outlast them, and a killed drop_checkpoint removes them first.
         path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
         targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
+    else:
+        path, entries = tables.target_folder(source.name, source.method), None
+        targets = source.target_identity
     return ScoreRecord(
         source.name,
         source.method,
