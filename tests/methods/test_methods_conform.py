@@ -1,5 +1,6 @@
 """Every method of the package, and two of a user's own, against the conformance kit."""
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -65,6 +66,12 @@ for name, method in CONFORMING.items():
 def test_a_field_that_cannot_identify_scores_is_named(strength):
     with pytest.raises(InvalidInputError, match=r"SignedDot\.strength must be a text, a finite number"):
         SignedDot(strength=strength).to_json()
+
+
+@pytest.mark.parametrize("strength", [((1.0, 2.0), (3.0, 4.0)), [(0.5,)], {1: 0.5}, ({"a": (1,)},)])
+def test_an_identity_with_nested_fields_is_equal_to_what_a_store_returns(strength):
+    method = SignedDot(strength=strength)
+    assert method.to_json() == json.loads(json.dumps(method.to_json()))
 
 
 def test_no_name_of_a_method_can_be_entered():

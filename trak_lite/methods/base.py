@@ -222,11 +222,10 @@ class AbstractMethod(ABC):
         Raises:
             InvalidInputError: If a field of an own class has no such value; names the field.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         for name, value in plain.items():
             try:
-                json.dumps(value, allow_nan=False)
+                plain[name] = json.loads(json.dumps(value, allow_nan=False))  # as a store returns it
             except (TypeError, ValueError) as error:
                 raise InvalidInputError(
                     f"{self.name}.{name} must be a text, a finite number, True, False, None, or a tuple of these, "
