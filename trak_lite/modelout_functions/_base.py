@@ -348,8 +348,8 @@ def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
     return LossModelOutput(task)
 
 
-MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {}
-"""Built-in model output functions by task name, entered by the ``__init__`` of this room."""
+MODEL_OUTPUTS: dict[str, type[AbstractModelOutput] | AbstractModelOutput] = {}
+"""Model output functions by task name: the classes of the built-in ones, and classes or instances of a user's own."""
 TASK_TO_MODELOUT = MODEL_OUTPUTS
 """Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
 _ACCEPTED = (
@@ -376,7 +376,8 @@ def resolve_task(
     """
     if isinstance(task, str):
         if task in MODEL_OUTPUTS:
-            return MODEL_OUTPUTS[task]()
+            entry = MODEL_OUTPUTS[task]
+            return entry if isinstance(entry, AbstractModelOutput) else entry()
         # A part of several names ("language_modeling") is none of them: their batches and outputs differ.
         near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
         near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)

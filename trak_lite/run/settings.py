@@ -430,7 +430,9 @@ def stored_arguments(
         described = manifest.fingerprint.get("task", {})
         if stored_task in MODEL_OUTPUTS and described.get("name") == stored_task:
             # With its stored settings, which may differ from the current defaults.
-            stored_task = MODEL_OUTPUTS[stored_task](**described["settings"])
+            entry = MODEL_OUTPUTS[stored_task]
+            cls = type(entry) if isinstance(entry, AbstractModelOutput) else entry
+            stored_task = cls(**described["settings"])
         elif stored_task not in MODEL_OUTPUTS:
             stored_task = None  # a class of the user's that has a name
     except (KeyError, TypeError, ValueError, AttributeError) as error:
