@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.core.json_text import shown
 from trak_lite.core.validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import KernelSettings
@@ -108,6 +109,11 @@ class AbstractMethod(ABC):
         for cls in reversed(type(self).__mro__):
             for name, check in vars(cls).get("_checks", {}).items():
                 object.__setattr__(self, name, check(**{name: getattr(self, name)}))
+
+    def __str__(self) -> str:
+        """Return the class and its fields; of a long field, such as a fit, the first values."""
+        texts = (f"{field.name}={shown(getattr(self, field.name))}" for field in fields(self) if field.repr)
+        return f"{self.name}({', '.join(texts)})"
 
     @property
     @abstractmethod

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trak_lite.core.json_text import shown
 from trak_lite.core.validate import one_of, positive_int, require_packages, target_number
 from trak_lite.data.columns import Column, Where, require_columns
 from trak_lite.errors import InvalidInputError, StateError, printable
@@ -177,7 +178,8 @@ class Scores:
     def __repr__(self) -> str:
         num_rows, num_targets = self.shape
         address = self.location or "memory"
-        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        values = self.settings.items()
+        settings = ", ".join(f"{key}={one if isinstance(one, str) else shown(one)}" for key, one in values)
         verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
         tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
         return printable(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.devices import float64_device
-from trak_lite.core.json_text import digest_of
+from trak_lite.core.json_text import digest_of, shown
 from trak_lite.core.validate import some_of
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import Run
@@ -163,7 +163,7 @@ def _finished_table(
         if other:
             raise StateError(
                 f"There are no scores {name!r} made with {method}; there are some made with method="
-                f"{some_of(map(str, other))}. Pass this method to read them, or call "
+                f"{some_of(map(shown, other))}. Pass this method to read them, or call "
                 f"score(data, name={name!r}{argument})."
             )
         raise StateError(
