@@ -9,10 +9,12 @@ Shapes: B samples of a batch, n rows that are compared, K feature width.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
@@ -71,6 +73,9 @@ _DRAWN: Final = "with drawn labels, "
 _OF_FIT: Final = (*OutputTerms._fields, *(f"{_DRAWN}{name}" for name in OutputTerms._fields))
 """What of a train row is noted beside a fit."""
 
+_NOT_NAMED: Final = ("torch", "trak_lite", "contextlib")
+"""Packages whose lines are not named in an error of the model or the task."""
+
 Values = Mapping[str, NDArray[Any]]
 
 
@@ -78,12 +83,12 @@ Values = Mapping[str, NDArray[Any]]
 def naming_rows(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
 ) -> Iterator[None]:
-    """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
+    """Name the dataset's row in an error about a sample, and the tensors in an error of the model or the task.
 
     The model and the task run inside the block on a batch, whose samples are ``rows`` ``(B,)`` of the dataset ``what``.
 
     Raises:
-        InvalidInputError: If the model raises an error, which becomes the cause.
+        InvalidInputError: If the model or the task raises an error, which becomes the cause.
         UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
             batch.
     """
@@ -115,10 +120,24 @@ def _naming_rows(
         )
         first = next(iter(str(error).splitlines()), "")
         raise InvalidInputError(
-            f"{class_of(model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {shapes}: "
+            f"{_failed(error, model, task)} failed on a batch of {what} (rows {_some(rows)}) with tensors {shapes}: "
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error
+
+
+def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> str:
+    """Return whether the model or the task raised an error, with the last line outside torch and this package."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    codes = {frame.f_code for frame, _ in frames}
+    is_of_model = nn.Module._call_impl.__code__ in codes
+    is_of_task = getattr(type(task).evaluate, "__code__", None) in codes and not is_of_model
+    lines = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in frames
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_NAMED
+    ]
+    return f"{'The task' if is_of_task else class_of(model).__name__}{lines[-1] if lines else ''}"
 
 
 @contextmanager
