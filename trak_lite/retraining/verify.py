@@ -221,11 +221,13 @@ def evaluate(
     outputs = retrained.mean
     predicted = summed_over(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)
-    names, others = zip(*_baselines(rows, sums, retrained.masks, scores.shape, texts), strict=True)
-    (score_lds, *baseline_lds), leads = bootstrapped_scores([predicted, *others], outputs, confidence)
+    others = dict(_baselines(rows, sums, retrained.masks, scores.shape, texts))
+    (score_lds, *baseline_lds), leads = bootstrapped_scores(
+        [predicted, *others.values()], outputs, confidence
+    )
     baselines = (
         Baseline(name, Estimate.of(lds), Estimate.of(lead))
-        for name, lds, lead in zip(names, baseline_lds, leads, strict=True)
+        for name, lds, lead in zip(others, baseline_lds, leads, strict=True)
     )
     return Verdict(
         lds=Estimate.of(score_lds),
@@ -282,7 +284,9 @@ def _baselines(
         yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")
         yield "nearest in feature space (cosine)", sums.predict(list(map(unit_rows, targets)), "unit")
     # q decreases with f and increases with the loss. The prediction is the same for all targets.
-    yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
+    loss = rows.mean_out_to_loss()
+    if np.ptp(loss) > 0:  # q is 1 where f is minus the loss
+        yield "loss of the train row (its q)", np.tile((masks @ loss)[:, None], shape[1])
     if texts is not None:
         if (len(texts[0]), len(texts[1])) != shape:
             raise InvalidInputError(
