@@ -244,18 +244,19 @@ def _with_missing_labels(labels: NDArray[Any], what: str) -> NDArray[Any]:
     if labels.dtype != object:
         return labels
     na = _not_available()
-    missing = np.array([v is None or v is na or (isinstance(v, float) and v != v) for v in labels])
-    kinds = {type(value) for value in labels[~missing]}
+    scalars = (v.item() if isinstance(v, np.generic) and v.dtype.kind in "biufU" else v for v in labels)
+    plain = np.fromiter(scalars, object, len(labels))
+    missing = np.array([v is None or v is na or (isinstance(v, float) and v != v) for v in plain])
+    kinds = {type(value) for value in plain[~missing]}
     if not missing.any():
         return labels
     if kinds <= {str} or kinds == {bool}:
-        filled = labels.copy()
-        filled[~missing], filled[missing] = [str(value) for value in labels[~missing]], str(None)
-        return filled
+        plain[~missing], plain[missing] = [str(value) for value in plain[~missing]], str(None)
+        return plain
     if not kinds <= {int, float}:
         return labels
-    _require_kept_integers([v for v in labels if type(v) is int and abs(v) >= _INEXACT], what)
-    return np.where(missing, np.nan, labels).astype(np.float64)
+    _require_kept_integers([v for v in plain if type(v) is int and abs(v) >= _INEXACT], what)
+    return np.where(missing, np.nan, plain).astype(np.float64)
 
 
 def short_texts(labels: NDArray[Any]) -> NDArray[Any]:
