@@ -77,7 +77,7 @@ class LiveModel:
     predict: Callable[[Any, Any], Any] | None = None
     """Returns the output of the model for a sample, as a render does; ``None`` shows f only."""
     tokens: Callable[[int], Sequence[str]] | None = None
-    """Returns the texts of the tokens of a train row, one per label."""
+    """Returns the texts of the tokens of a train sample, one per label, by its index in the dataset."""
     most_asked: int = field(init=False, default=MOST_ASKED)
     """Number of scored texts that :meth:`drop_oldest` leaves in the store."""
     checkpoint: str = field(init=False)
@@ -250,10 +250,12 @@ class LiveModel:
         self._compared = True
         coloured = {}
         for row, values in contributions.items():
-            texts = list(self.tokens(int(self.train.indices[row])))
+            index = int(self.train.indices[row])
+            texts = list(self.tokens(index))
             if len(texts) != len(values):
                 raise InvalidInputError(
-                    f"tokens({row}) of the recipe returned {len(texts)} texts. Expected one per label: {len(values)}."
+                    f"tokens({index}) of the recipe returned {len(texts)} texts for train row {row}. Expected one per "
+                    f"label: {len(values)}."
                 )
             coloured[row] = list(zip(texts, values[:, 0].tolist(), strict=True))
         return coloured
