@@ -266,7 +266,7 @@ class AbstractKernelMethod(AbstractMethod):
     :data:`~trak_lite.linalg.kernel.DEFAULT_SHARES`."""
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]
-    """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
+    """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.kernel.KernelSettings`."""
     _checks: ClassVar = {"damping": optional(partial(real_at_least, 0.0)), "layout": CHECK_LAYOUT}
 
     @property
