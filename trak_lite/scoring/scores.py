@@ -344,12 +344,13 @@ class Scores:
     ) -> NDArray[np.float32]:
         """Return the standard errors of scores over checkpoints, or over independent runs.
 
-        Each checkpoint (or run) alone estimates the same score. The score is the mean of these estimates, and this
-        method returns the standard error of that mean. (It uses the infinitesimal jackknife, because the mean q
-        multiplies the score.) The error covers the change that other checkpoints (runs) of the same kind would cause.
-        It does not cover errors that all of them share: the projection, the damping, the linearisation. Checkpoints of
-        one run are not independent, so their standard error underestimates the change that another run would cause.
-        Pass ``runs`` to compute the error over runs.
+        Each checkpoint (or run) alone estimates the same score. The score is the mean of these estimates, with the
+        weights of the checkpoints, and this method returns the standard error of that mean. (It is the jackknife that
+        leaves out one checkpoint or run, in the first order because the mean q multiplies the score.) The error covers
+        the change that other checkpoints (runs) of the same kind would cause. It does not cover errors that all of them
+        share: the projection, the damping, the linearisation. Checkpoints of one run are not independent, so their
+        standard error underestimates the change that another run would cause. Pass ``runs`` to compute the error over
+        runs.
 
         Measured on digits (``benchmarks/score_reliability.py``, root mean square): the difference between the scores
         of 3 runs and of 3 other runs was 1.00 times the predicted one with ``runs`` (within two standard errors in
@@ -365,8 +366,8 @@ class Scores:
             In the units of the scores: ``(n, M)``, ``(n,)`` for one target, ``(M, k)`` for rows ``(M, k)``.
 
         Raises:
-            InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs, or
-                checkpoint weights have both signs and ``runs`` is ``None``.
+            InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs with a
+                weight other than 0, or checkpoint weights have both signs and ``runs`` is ``None``.
         """
         wanted = None if rows is None else checked_rows(self, rows, target)
         errors = self._matrix.errors()
