@@ -248,6 +248,8 @@ def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expe
         np.testing.assert_array_equal(refined.top(5, target=target).indices, order[:5])
     assert refined.method == METHOD
     assert refined.settings["candidates"] == 5
+    with pytest.raises(StateError, match=r"not computed from stored rows.*Score without refine=\.$"):
+        refined.self_influence()
     with pytest.raises(InvalidInputError, match="larger k"):
         refined.top(6)
 

@@ -76,12 +76,13 @@ class Repair:
                 f"retrained with {len(by_seed)} seeds: change {by_seed.mean():+.3g} ({span}), the goal is {verb}"
             )
         others = [int(i) for i in np.argsort(-np.abs(changes), kind="stable") if i != target][:_SHOWN]
-        size = np.sqrt(np.mean(np.square(np.delete(changes, target)))) if others else 0.0
-        listed = "; ".join(f"target {i}: {changes[i]:+.3g}" for i in others)
-        what = "predicted" if self.measured is None else "measured"
-        lines.append(
-            f"{what} changes of the other targets: root mean square {size:.3g}; largest {listed or 'none'}"
-        )
+        if others:
+            size = np.sqrt(np.mean(np.square(np.delete(changes, target))))
+            listed = "; ".join(f"target {i}: {changes[i]:+.3g}" for i in others)
+            what = "predicted" if self.measured is None else "measured"
+            lines.append(
+                f"{what} changes of the other targets: root mean square {size:.3g}; largest {listed}"
+            )
         return printable("\n".join([*lines, of.basis]))
 
     def __repr__(self) -> str:
@@ -149,7 +150,7 @@ def repair(
     if (train_fn is None) != (targets is None) or budget < 2:
         raise InvalidInputError(
             "A test needs train_fn, targets and a budget of at least 2 retrainings: with all rows and without. Got "
-            f" train_fn={train_fn!r:.60}, targets={type(targets).__name__} and budget={budget!r}."
+            f"train_fn={train_fn!r:.60}, targets={type(targets).__name__} and budget={budget!r}."
         )
     if not 0.5 < chance < 1.0:
         raise InvalidInputError(f"chance must lie between 0.5 and 1, got {chance!r}.")

@@ -116,7 +116,8 @@ def what_if(
     relabelled rows with the new label minus those with the old one.
 
     A removed set gets an interval from sets whose removal was measured: those of :func:`try_removals`, otherwise the
-    random subsets of :func:`~trak_lite.verify`, which resemble random sets only. These are compared with each other and
+    random subsets of :func:`~trak_lite.verify`, which resemble random sets only, and the less the more their sizes
+    differ: 10 subsets of half of the rows answer for about half of the rows. These are compared with each other and
     not with models of all rows, so that their intervals are widened by the change that the scores predict for random
     rows. The interval is about the mean output
     of R models that are trained without the rows, R as in these retrainings, minus the expected output of models that
@@ -207,9 +208,10 @@ class SummedEffects:
         change = _counted("without", len(rows), len(self.scores))
         if self.trials is None:
             basis = (
-                "No interval: no retraining is stored with these scores. The prediction is the sum of scores; measure "
-                f"with {_MEASURE}, or verify."
+                "No interval: no retraining is stored with these scores. The prediction is the sum of scores"
             )
+            measurable = self.scores.record.source is not None  # retraining functions refuse other scores
+            basis += f"; measure with {_MEASURE}, or verify." if measurable else "."
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
         interval = self.trials.interval(predicted, standard, share, level=level, target=target)
@@ -250,7 +252,8 @@ def try_removals(
         train_fn: As in :func:`~trak_lite.verify`.
         targets: The targets that were scored.
         budget: Number of sets; each is trained without once per seed. At the default level an interval needs 9 trials
-            that resemble the set, and 60 give them for most sets. More make the intervals narrower.
+            that resemble the set, and 60 give them for most sets; with one target, its most helpful 20 % need 70 to 90.
+            More make the intervals narrower.
         shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval. No set occurs twice: where
             all sets of a size are used, another size takes its place.
         groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
@@ -425,7 +428,11 @@ def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], samples: Rows
 def _numbers(rows: ArrayLike | None, num_rows: int, what: str) -> NDArray[np.int64]:
     """Return the numbers of different rows from numbers or a mask."""
     array = np.empty(0, np.int64) if rows is None else np.asarray(rows)
-    if array.dtype == np.bool_ and array.shape == (num_rows,):
+    if array.dtype == np.bool_ and array.size:
+        if array.shape != (num_rows,):
+            raise InvalidInputError(
+                f"{what}: a mask needs one entry for each of the {num_rows} train rows, got the shape {array.shape}."
+            )
         array = np.flatnonzero(array)
     if not array.size:
         return np.empty(0, np.int64)
@@ -458,5 +465,15 @@ def _basis(trials: Trials, interval: EffectInterval, shape: tuple[float, float],
     )
     return (
         f"No interval for this set ({where}): {why}. The prediction is the sum of scores, which can be several times "
-        f"too small or too large. Measure sets of many kinds with {_MEASURE}."
+        f"too small or too large. {_more(trials, float(interval.similar.max()), level)}"
     )
+
+
+def _more(trials: Trials, similar: float, level: float) -> str:
+    """Return which retrainings would give a set an interval that trials of the weight ``similar`` resemble."""
+    if trials.of_verdict:
+        return f"Measure sets of many kinds with {_MEASURE}."
+    budget = math.ceil(1.1 * len(trials) * fewest_trials(level) / similar) if similar else math.inf
+    if budget > 10 * len(trials):
+        return "try_removals(..., shares=..., groups=...) measures sets of other sizes and kinds."
+    return f"Measure more sets: try_removals(..., budget={budget}) may suffice (in a config: trials.budget)."

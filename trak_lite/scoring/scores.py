@@ -155,9 +155,10 @@ class Scores:
                 "Mean: of the methods in it)."
             )
         if self.record.source is None:
+            remedy = "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
-                "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
+                + ("Score without refine=." if "candidates" in self.settings else remedy)
             )
         return self.record.source
 
