@@ -59,8 +59,8 @@ def select(
       of a row adds 27 % of the information of the first.
     - ``"balanced"``: the rows with the largest values of each label of ``groups``, as many as ``quotas`` says.
 
-    Of equal values the lower row number is chosen, and comes first. The result does not depend on the chunks of the
-    scores. Memory: one tile of scores, 2 k rows, the labels ``groups``, and for ``"greedy"``
+    Of values that are equal in float64 the lower row number is chosen, and comes first. The result does not depend on
+    the chunks of the scores. Memory: one tile of scores, 2 k rows, the labels ``groups``, and for ``"greedy"``
     ``8 pool (C K + k)`` bytes for C checkpoints; none depends on N M.
 
     Args:
