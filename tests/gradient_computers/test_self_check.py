@@ -441,6 +441,50 @@ def test_a_tie_that_rounding_decides_is_not_taken_for_a_wrong_gradient():
     HookGradientComputer(model, task).stream_gradients((x,), lambda _: None)
 
 
+class Adjoint(torch.autograd.Function):
+    """Steps of a layer without a graph; the backward pass differentiates each by the parameters and adds them up."""
+
+    @staticmethod
+    def forward(ctx, layer, x, *parameters):
+        ctx.layer, ctx.states = layer, [x]
+        for _ in range(3):
+            ctx.states.append(ctx.states[-1] + layer(ctx.states[-1]).sin())
+        return ctx.states.pop()
+
+    @staticmethod
+    def backward(ctx, grad):
+        parameters = list(ctx.layer.parameters())
+        totals = [torch.zeros_like(p) for p in parameters]
+        for state in reversed(ctx.states):
+            with torch.enable_grad():
+                state = state.detach().requires_grad_()
+                grad, *parts = torch.autograd.grad(state + ctx.layer(state).sin(), [state, *parameters], grad)
+            totals = [total + part for total, part in zip(totals, parts, strict=True)]
+        return None, grad, *totals
+
+
+@dtypes
+def test_a_backward_pass_that_itself_differentiates_by_parameters_is_compared_as_a_whole(dtype):
+    torch.manual_seed(0)
+    forward = lambda s, x: s.last(Adjoint.apply(s.layer, s.first(x), *s.layer.parameters()))  # noqa: E731
+    model = Model(forward, first=nn.Linear(4, 4), layer=nn.Linear(4, 4), last=nn.Linear(4, 3)).to(dtype)
+    batch = (rows(3).to(dtype),)
+    name, _, computer = choose_gradient_computer(model, SQUARES, batch)
+    found = collect_gradients(computer, batch)
+
+    def stepped(s, x):
+        x = s.first(x)
+        for _ in range(3):
+            x = x + s.layer(x).sin()
+        return s.last(x)
+
+    model.function = stepped
+    expected = by_loop(model, squares, batch)
+    assert name == "iterative"
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value)
+
+
 class Summed(torch.autograd.Function):
     """Adds a bias, whose gradient, a sum over many positions, one sample alone gets in less precision."""
 
