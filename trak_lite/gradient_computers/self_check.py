@@ -502,7 +502,7 @@ def _equal_in_float64(
     exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in mode.dtypes))
     wrong = [differences for _, differences in repeats if _wrong(differences, exact) is not None]
     if wrong and mode.dtypes == {torch.float64}:
-        _refuse(computer, take_rows(batch, positions), wrong[0], exact)
+        _refuse(computer, batch, positions, wrong[0], exact)
     return None if wrong else [sums for sums, _ in repeats]
 
 
@@ -540,7 +540,7 @@ def _refuse_beyond_spread(
         for name, difference in spread.items():
             limit = _SPREAD * difference.error / max(difference.norm, 1e-2 * largest, difference.unit)
             limits[name] = max(ties[name], limit) if equal else min(max(rounding[name], limit), ties[name])
-        _refuse(computer, take_rows(batch, [position]), differences, limits)
+        _refuse(computer, batch, [position], differences, limits)
 
 
 def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
@@ -552,10 +552,16 @@ def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
     return None
 
 
-def _refuse(computer: CheckedComputer, batch: Batch, differences: _Differences, allowed: _Limits) -> None:
+def _refuse(
+    computer: CheckedComputer,
+    batch: Batch,
+    positions: Sequence[int],
+    differences: _Differences,
+    allowed: _Limits,
+) -> None:
     name = _wrong(differences, allowed)
     if name is not None:
-        refuse_changing(computer, batch)
+        refuse_changing(computer, take_rows(batch, positions))
         difference = differences[name]
         advice = computer.advice_for(batch_size(batch))
         if dict(computer.model.named_parameters())[name]._backward_hooks:
