@@ -200,6 +200,8 @@ REFUSED = {
         lambda s, x: s.b(map_along(lambda row: s.a(row), x)), "operator map_impl runs reads a parameter"
     ),
     "an autograd function": (lambda: stacked(Opaque()), r"\['1.weight'\].*hooks cannot see"),
+    "a transform of torch.func": (lambda s, x: torch.func.vmap(lambda row: row @ s.a.weight)(x),
+                                  "a transform of torch.func"),
     "a rule that leaves a parameter out": (ruled(lambda x, g: {}), r"no gradient for \['weight'\]"),
     "a wrong rule": (ruled(lambda x, g: {"weight": (g * x).sum(1)}), "self-check failed: the gradient of 'weight'"),
     "a ruled layer with samples on axis 1": (lambda: Model(on_axis_1, layer=ruled(right)()),

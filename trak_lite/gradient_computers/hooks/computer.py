@@ -367,8 +367,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         if plan.escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(plan.escaped)[:5]} through operations that hooks cannot see: an "
-                "autograd.Function, a scripted module or other code that does not use torch operations reads them, or "
-                "the output function reads them in some batches only. Register a gradient rule for the module "
+                "autograd.Function, a scripted module, a transform of torch.func or other code that does not use torch "
+                "operations reads them, or the output function reads them in some batches only. Register a gradient "
+                "rule for the module "
                 "(register_gradient_rule), use gradient_computer='functional' or 'iterative', or pass strict=False to "
                 "leave that part out."
             )
