@@ -59,6 +59,13 @@ ONES = np.ones(3, dtype=np.float32)
 POOL, THREAD = futures.ThreadPoolExecutor(1), threading.local()
 
 
+class Unsized(tuple):
+    """A tuple that is one thing, as irreps of e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 class Net(nn.Module):
     """A perceptron, and what a case changes: all that runs, what happens before it, a factor of its logits."""
 
@@ -194,6 +201,7 @@ REPLAYED = {
     "fails for its shape": lambda: Net(factor=lambda s, x: 2.0 if succeeds(x.view, -1, 7) else 3.0),
     "constants of Python": lambda: Net(factor=lambda s, x: torch.tensor([1.0, 2.0, 3.0]) * torch.from_numpy(ONES)),
     "constants of a trace": traced,
+    "holds tuples without a length": lambda: Net(parts=[Unsized((1.0, 2.0))]),
     "has no rule": lambda: Net(lambda s, x: torch.lerp(s.logits(x), s.shift, 0.5), shift=nn.Parameter(torch.randn(3))),
 }  # fmt: skip
 

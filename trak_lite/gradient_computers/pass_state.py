@@ -163,7 +163,7 @@ class _Contents:
         if isinstance(value, dict | types.MappingProxyType):
             contents = [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            contents = list(value)
+            contents = list(iter(value))  # list(value) would ask for a length
         elif isinstance(value, np.ndarray) and value.dtype == object:
             contents = value.ravel().tolist()
         elif isinstance(value, np.ndarray | array | bytearray):
@@ -374,8 +374,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     described = functools.partial(_described, seen=seen, depth=depth - 1, outside=outside)
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype, None if value.dtype == object else zlib.crc32(value.tobytes())
-    if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
-        return id(value), len(value)
+    if isinstance(value, Sized) and (length := _length_of(value)) > _MOST_DESCRIBED:
+        return id(value), length
     if isinstance(value, types.MethodType):
         if outside is not None and isinstance(value.__func__, types.FunctionType):
             outside.note(value.__func__, [value.__self__])
@@ -421,6 +421,13 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         if outside is not None:
             outside.note(call, [value])
     return [(name, described(one)) for name, one in held.items()] or repr(value)
+
+
+def _length_of(value: Sized) -> int:
+    try:
+        return len(value)
+    except (NotImplementedError, TypeError):  # of a tuple that is one thing (irreps of e3nn)
+        return 0
 
 
 def _holders(owner: Any) -> Sequence[Any]:
