@@ -33,7 +33,7 @@ from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
-from trak_lite.integrations._training import SavedFeatures, refuse_other_model
+from trak_lite.integrations._training import SavedFeatures, refuse_other_model, without_mixed_precision
 from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task, warn_of_balance
 from trak_lite.modelout_functions import ModelCall, require_separate_documents
 from trak_lite.models.borrowing import borrow_model
@@ -143,7 +143,7 @@ def attributor_from_trainer(
     elif task is None:
         _refuse_other_loss(trainer)
         task = task_of(trainer.model)
-    attributor = Attributor(_without_autocast(trainer.model), task, path, **arguments)
+    attributor = Attributor(without_mixed_precision(trainer.model), task, path, **arguments)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
         _refuse_unstable(attributor, probed, alone=arguments["batch_size"] == 1)
         if isinstance(arguments["collate"], DocumentCollator):
@@ -202,23 +202,6 @@ def task_of(model: nn.Module) -> str:
         "causal language modelling. Pass task=..., a name or a function "
         "f(model_call, batch) -> (B,)."
     )
-
-
-def _without_autocast(model: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same submodules, parameters and buffers, and its own forward.
-
-    For mixed precision, the trainer replaces the forward method of the model when training begins and does not restore
-    it. Per-sample gradients need the original forward in the dtype of the weights.
-    """
-    twin = type(model).__new__(type(model))
-    vars(twin).update(vars(model))
-    forward = vars(twin).pop("_original_forward", None)
-    if forward is not None:
-        del vars(twin)["forward"]
-        # Keep a forward method of another library, for example of fused kernels.
-        if getattr(forward, "__func__", None) is not type(model).forward:
-            vars(twin)["forward"] = forward
-    return twin
 
 
 def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:

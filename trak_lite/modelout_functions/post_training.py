@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
 from trak_lite.core.validate import one_of, positive_real, real_at_least
 from trak_lite.data.batches import move_batch
@@ -190,8 +191,8 @@ def reference_columns(
 ) -> dict[str, Tensor]:
     """Return the log-probabilities of all answers under a reference model, for :class:`DPOModelOutput`.
 
-    The model runs in eval mode without gradients, and its modes are restored. With a PEFT model, call this inside
-    ``model.disable_adapter()`` to use the base model as the reference.
+    The model runs in eval mode without gradients, autocast and TF32, and its modes are restored. With a PEFT model,
+    call this inside ``model.disable_adapter()`` to use the base model as the reference.
 
     Args:
         reference: The frozen reference model.
@@ -208,7 +209,7 @@ def reference_columns(
     torch_device = next(reference.parameters()).device if device is None else torch.device(device)
     needed = AnswerDifferenceModelOutput.needed
     pairs: list[tuple[Tensor, Tensor]] = []
-    with evaluating(reference):
+    with evaluating(reference), full_float32(torch_device):
         for batch in batches:
             fields = columns_of(move_batch(batch, torch_device), needed)
             answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
