@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,8 +119,8 @@ def test_the_prediction_is_the_sum_of_scores():
             r"3 to add, 0 to relabel of 10; in several of these: 2, 7\.$",
         ),
         ({"remove": [1, 1]}, "remove names a row twice"),
-        ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
-        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
+        ({"add": [10]}, r"among the rows 0 to 9, got \[10\]\."),
+        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\]\."),
         ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
         ({"remove": np.zeros(10, bool)}, "at least one row"),
     ],
@@ -479,10 +480,22 @@ def test_a_repair_does_not_count_sets_without_an_interval(tried_small, target):
     found = repair(tried_small, target, goal)
     assert not found.reached
     assert known[len(found.rows) - 1]
-    assert "NOT predicted to be reached by a set that has an interval\n" in str(found)
+    assert (
+        "NOT predicted to be reached with a chance of 80% by a set that has an interval; shown is the best"
+        in str(found)
+    )
     assert "inf" not in str(found)
     nearer = repair(tried_small, target, goal + 0.02)
     assert nearer.effects.upper[target] <= goal + 0.02 or not nearer.reached
+
+
+def test_effects_count_the_intervals_that_there_are(tried_small):
+    found = what_if(tried_small, [0], level=0.6)
+    missing = np.arange(M) < M - 2
+    lower, upper = np.where(missing, -np.inf, 1.0), np.where(missing, np.inf, 2.0)
+    text = str(replace(found, lower=lower, upper=upper, predicted=np.linspace(-2, 1.5, M)))
+    assert "2 of 2 intervals exclude 0 (level 60%)" in text
+    assert "largest falls: target 0: -2 (no interval); target 1" in text
 
 
 def test_a_repair_whose_trials_resemble_no_set_goes_by_the_prediction():
@@ -508,7 +521,7 @@ def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     np.testing.assert_allclose(found.measured, changes, rtol=1e-3, atol=1e-4)
     assert found.success is bool(np.mean(changes, axis=0)[3] <= -0.2)
     text = str(found)
-    assert f"retrained with 2 seeds: change {np.mean(changes, axis=0)[3]:+.3g}" in text
+    assert f"retrained with 2 seeds: measured change {np.mean(changes, axis=0)[3]:+.3g}" in text
     largest = next(i for i in np.argsort(-np.abs(np.mean(changes, axis=0))) if i != 3)
     assert f"largest target {largest}: " in text
     assert len(found.to_json()["measured"]) == 2

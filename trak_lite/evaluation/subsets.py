@@ -193,7 +193,7 @@ def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDA
     missing = numbers[(numbers < 0) | (numbers >= num_rows)]
     if len(missing):
         raise InvalidInputError(
-            f"rows must be among the rows 0 to {num_rows - 1}, got {missing[:5].tolist()} of {len(numbers)}."
+            f"rows must be among the rows 0 to {num_rows - 1}, got {missing[:5].tolist()}."
         )
     return numbers.astype(np.int64)
 

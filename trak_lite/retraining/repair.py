@@ -55,25 +55,27 @@ class Repair:
 
     def __str__(self) -> str:
         of, target, interval = self.effects, self.target, ""
-        by = "" if self.reached else " by a set that has an interval"
+        verdict = f"{'predicted' if self.reached else 'NOT predicted'} to be reached"
         if of.lower is None or of.upper is None or np.isinf(of.lower[target]):
-            by = " by the uncalibrated sum of scores, without a probability"
+            verdict += " by the uncalibrated sum of scores, without a probability"
         else:
             interval = f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
-        verb = "predicted" if self.reached else "NOT predicted"
+            if not self.reached:
+                chance = f"{(1 + of.level) / 2:.0%}"
+                verdict += (
+                    f" with a chance of {chance} by a set that has an interval; shown is the best of these"
+                )
         lines = [
-            f"target {target}, goal {self.goal:+.3g}, {verb} to be reached{by}",
-            f"{of.change}: change {of.predicted[target]:+.3g}{interval}",
+            f"target {target}, goal {self.goal:+.3g}, {verdict}",
+            f"{of.change}: predicted change {of.predicted[target]:+.3g}{interval}",
         ]
         changes = of.predicted
         if self.measured is not None:
             changes, by_seed = self.measured.mean(axis=0), self.measured[:, target]
-            verb, span = (
-                "reached" if self.success else "missed",
-                f"from {by_seed.min():+.3g} to {by_seed.max():+.3g}",
-            )
+            span = f"from {by_seed.min():+.3g} to {by_seed.max():+.3g}"
+            verdict = f"{'reaches' if self.success else 'misses'} the goal"
             lines.append(
-                f"retrained with {len(by_seed)} seeds: change {by_seed.mean():+.3g} ({span}), the goal is {verb}"
+                f"retrained with {len(by_seed)} seeds: measured change {by_seed.mean():+.3g} ({span}), which {verdict}"
             )
         others = [int(i) for i in np.argsort(-np.abs(changes), kind="stable") if i != target][:_SHOWN]
         size = np.sqrt(np.mean(np.square(np.delete(changes, target)))) if others else 0.0

@@ -79,7 +79,9 @@ class Effects:
                 lines.append(f"largest {word}s: " + "; ".join(map(self._shown, chosen)))
         if self.lower is not None and self.upper is not None:
             sure = int(((self.lower > 0) | (self.upper < 0)).sum())
-            lines.append(f"{sure} of {len(self.predicted)} intervals exclude 0 (level {self.level:.0%})")
+            lines.append(
+                f"{sure} of {np.isfinite(self.lower).sum()} intervals exclude 0 (level {self.level:.0%})"
+            )
         return printable("\n".join([*lines, self.basis]))
 
     def __repr__(self) -> str:
@@ -88,7 +90,7 @@ class Effects:
     def _shown(self, target: int) -> str:
         text = f"target {target}: {self.predicted[target]:+.3g}"
         if self.lower is None or self.upper is None or np.isinf(self.lower[target]):
-            return text
+            return text if self.lower is None else f"{text} (no interval)"
         return f"{text} [{self.lower[target]:+.3g}, {self.upper[target]:+.3g}]"
 
     def to_json(self) -> dict[str, Any]:
