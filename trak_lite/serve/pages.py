@@ -154,7 +154,10 @@ class Pages:
             page = [int(row) for row in order[first : first + _REVIEWED]]
             if params.get("done"):
                 done = _number(params, "done", None, 0, self.sets.num_rows - 1)
-                said += f"Row {done}: {marks[done].mark if done in marks else 'no mark'}. "
+                mark = marks.get(done)
+                said += f"Row {done}: {mark.mark if mark else 'no mark'}. "
+                if mark and mark.label and labels and mark.label not in labels.texts:
+                    said += f"No train row has the label {mark.label!r}. "
             return self._page(
                 "serve_review.html",
                 f"Review of {self.title}",
