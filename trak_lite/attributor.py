@@ -22,7 +22,14 @@ from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    StateError,
+    StoreError,
+    printable,
+)
 from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.session import KnownSource, Run, marking_last
 from trak_lite.featurizing.targets import TargetSet
@@ -224,13 +231,20 @@ class Attributor:
 
         Raises:
             MissingStoreError: If there is no store at the path.
-            ManifestMismatchError: If an older version of trak_lite wrote the store.
+            ManifestMismatchError: If an older version of trak_lite wrote the store, or the model lacks parameters.
             InvalidInputError: If the store was made with a custom object that was not passed.
         """
         location = resolve_place(path)
         with open_store(location) as store:
             manifest = store.manifest
         resolved_task, arguments = stored_arguments(manifest, task, overrides, where=str(location))
+        if overrides.get("grad_wrt") is None and isinstance(model, nn.Module):
+            model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            if missing := [name for name in arguments["grad_wrt"] if name not in model_names]:
+                raise ManifestMismatchError(
+                    f"The rows are of another model: {location} has gradients of {len(missing)} parameters that this "
+                    f"{type(model).__name__} lacks, such as {missing[0]!r}. Pass a model of the store's architecture."
+                )
         return cls(model, resolved_task, location, **arguments)
 
     def __repr__(self) -> str:
@@ -647,9 +661,10 @@ class Attributor:
             k: Keep only the k most helpful and the k most harmful rows of every target. All other entries of the result
                 are NaN, and it takes ``4 k`` numbers per target instead of N.
             task: Model output function of the targets, as in :meth:`score`.
-            checkpoints: As in :meth:`featurize`. An iterator is read to its end before the first checkpoint is loaded:
-                a state dict that it changes and yields again must be a copy. All are loaded once before the first pass:
-                equal weights count as one checkpoint, as in :meth:`score`.
+            checkpoints: As in :meth:`featurize`; present weights of which a store with rows has none are a warning. An
+                iterator is read to its end before the first checkpoint is loaded: a state dict that it changes and
+                yields again must be a copy. All are loaded once before the first pass: equal weights count as one
+                checkpoint, as in :meth:`score`.
             checkpoint_loader: As in :meth:`featurize`.
             max_bytes: Memory for the gradients of targets and for the scores before they are reduced to k rows, in
                 bytes. If more targets are given than fit, the train rows are read once for each part of the targets.

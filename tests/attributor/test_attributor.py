@@ -312,6 +312,10 @@ def test_open_takes_every_setting_from_the_manifest(tmp_path):
     assert opened.layout == made.layout
     assert len(opened.layout.segments) > 1
     np.testing.assert_array_equal(opened.scores("test").numpy(), expected)
+    with pytest.raises(
+        ManifestMismatchError, match=r"of another model: .* 2 parameters that this Linear lacks"
+    ):
+        Attributor.open(tmp_path / "a.zarr", nn.Linear(4, 2))
     # New targets need the weights: they are found where they were read from.
     np.testing.assert_array_equal(opened.score(TARGETS, name="again").numpy(), expected)
 

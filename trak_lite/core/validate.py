@@ -86,7 +86,11 @@ def known_names(argument: Iterable[str], allowed: Collection[str], *, what: str)
     if unknown:
         choices = list(allowed)
         near = [match for name in unknown for match in difflib.get_close_matches(str(name), choices, n=1)]
-        hint = f"Nearest known: {near}" if near else f"Known: {choices[:10]}{' ...' if choices[10:] else ''}"
+        hint = (
+            f"Nearest known: {list(dict.fromkeys(near))}"
+            if near
+            else f"Known: {choices[:10]}{' ...' if choices[10:] else ''}"
+        )
         raise UnknownNameError(f"Unknown {what}: [{some_of(map(repr, unknown))}]. {hint}.")
     return names
 

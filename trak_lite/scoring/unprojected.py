@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -32,6 +33,7 @@ from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings
+from trak_lite.run.tables import checkpoint_tables
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_of
 from trak_lite.scoring.records import ScoreRecord, shown_settings
@@ -125,6 +127,17 @@ def scores_of_stream(
             for checkpoint in checkpoints:
                 distinct.setdefault(session.load(checkpoint), checkpoint)
             checkpoints = list(distinct.values())
+        elif checkpoints[0].load is None and session.workspace.exists:  # the present weights
+            finished = [
+                digest for digest, table in checkpoint_tables(session.store).items() if table.complete
+            ]
+            if finished and session.load(checkpoints[0]) not in finished:
+                warnings.warn(
+                    f"The scores are of the present weights of the model, of which the store has no rows: it has those "
+                    f"of {len(finished)} checkpoint(s). Pass these, checkpoints=..., if the scores are to be of them.",
+                    UserWarning,
+                    stacklevel=3,
+                )
         weights = method.weights(len(checkpoints))
         scorer = _Scorer(session, train, targets, method)
         blocks = scorer.blocks(len(train), max_bytes)
