@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from trak_lite.data.batches import (
     rows_in_batches,
     take_rows,
 )
-from trak_lite.errors import InvalidInputError, refuse_machine_failure
+from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
 from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -403,14 +404,17 @@ def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
             "a default, or raise an error that says what is missing."
         ) from error
     except Exception as error:
+        # By torch's default collate function.
+        is_ragged = re.search("(to be|be of) equal size", str(error)) and not isinstance(
+            error, InvalidInputError
+        )
+        if len(indices) > 1 and is_ragged:
+            raise InvalidInputError(
+                f"The {samples} of {what} have different lengths ({summary(error):.200}). Expected a collate function "
+                "that pads them: collate=..., or a DataLoader with collate_fn=... as data, which the functions of a "
+                "recipe may return; trak_lite.pad_documents pads the tokens of texts."
+            ) from error
         error.add_note(f"Raised while {doing}.")
-        if "to be equal size" in str(error) or "be of equal size" in str(
-            error
-        ):  # of torch's default collate function
-            error.add_note(
-                "Samples of different lengths need a collate function that pads them: collate=..., or a DataLoader "
-                "with collate_fn=... as data, which the functions of a recipe may return."
-            )
         raise
 
 

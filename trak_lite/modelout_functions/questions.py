@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, default_collate
 from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, summary
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._inputs import (
@@ -214,12 +214,12 @@ class _Collate:
                 for index in range(most)
             ]
         except RuntimeError as error:
-            if self.collate is default_collate:
-                error.add_note(
-                    "Targets of a question are collated by ask(..., collate=...): the collate of the attributor is not "
-                    "used there."
-                )
-            raise
+            if self.collate is not default_collate:
+                raise
+            raise InvalidInputError(
+                f"The samples of a question cannot be collated ({summary(error):.200}). Pass ask(..., collate=...): "
+                "the collate of the attributor is not used there."
+            ) from error
         weights = [
             [target[_WEIGHTS] * (index < len(some)) for index in range(most)]
             for target, some in zip(targets, samples, strict=True)
