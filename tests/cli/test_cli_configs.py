@@ -48,6 +48,7 @@ WRONG_KEYS = [
     ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
     ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget' or 'trials.budget'?"),
     ("indices: [1]", "unknown key 'indices'. Did you mean 'train_data.indices' or 'target_data.indices'?"),
+    ("scores: {name: held}", "unknown key 'scores'. Did you mean 'score'?"),
     ("zzzz: 4", "unknown key 'zzzz'. The option --help lists the keys."),
     ("1: 2", "unknown key '1'."),
     ("seed: 1\nseed: 2", "the key 'seed' is there twice"),

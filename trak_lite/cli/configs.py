@@ -194,7 +194,8 @@ def _value(
     key = by_name.get(name)
     if key is None:
         same = [other for other in by_name if other.rpartition(".")[2] == name.rpartition(".")[2]]
-        near = " or ".join(map(repr, same or difflib.get_close_matches(name, by_name, n=1)))
+        names = dict.fromkeys(part for other in by_name for part in (other.partition(".")[0], other))
+        near = " or ".join(map(repr, same or difflib.get_close_matches(name, names, n=1)))
         hint = f"Did you mean {near}?" if near else "The option --help lists the keys."
         raise InvalidInputError(f"{where}: unknown key {name!r}. {hint}")
     parser = _parser([key])  # alone, because jsonargparse would check all others again

@@ -124,7 +124,9 @@ def one_column(tensor: Tensor, prefix: str, *, hint: str) -> Tensor:
 def labels_tensor(labels: Any, shape: str, prefix: str = "The labels are") -> Tensor:
     """Return labels; raise if they are no tensor."""
     if not isinstance(labels, Tensor):
-        raise InvalidInputError(f"{prefix} a {type(labels).__name__}. Expected a tensor, {shape}.")
+        name = type(labels).__name__
+        shown = {"TupleColumn": "tuple", "ListColumn": "list", "ArrayColumn": "ndarray"}.get(name, name)
+        raise InvalidInputError(f"{prefix} a {shown}. Expected a tensor, {shape}.")
     return labels
 
 
