@@ -22,7 +22,14 @@ from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import HeldRows, Rows
-from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    MissingStoreError,
+    StateError,
+    StoreError,
+    printable,
+)
 from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.session import KnownSource, Run, marking_last
 from trak_lite.featurizing.targets import TargetSet
@@ -224,14 +231,21 @@ class Attributor:
 
         Raises:
             MissingStoreError: If there is no store at the path.
-            ManifestMismatchError: If an older version of trak_lite wrote the store.
+            ManifestMismatchError: If an older version of trak_lite wrote the store, or the model lacks parameters.
             InvalidInputError: If the store was made with a custom object that was not passed.
         """
-        place = resolve_place(path)
-        with open_store(place) as store:
+        location = resolve_place(path)
+        with open_store(location) as store:
             manifest = store.manifest
-        found, arguments = stored_arguments(manifest, task, overrides, where=str(place))
-        return cls(model, found, place, **arguments)
+        resolved_task, arguments = stored_arguments(manifest, task, overrides, where=str(location))
+        if overrides.get("grad_wrt") is None and isinstance(model, nn.Module):
+            model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            if missing := [name for name in arguments["grad_wrt"] if name not in model_names]:
+                raise ManifestMismatchError(
+                    f"The rows are of another model: {location} has gradients of {len(missing)} parameters that this "
+                    f"{type(model).__name__} lacks, such as {missing[0]!r}. Pass a model of the store's architecture."
+                )
+        return cls(model, resolved_task, location, **arguments)
 
     def __repr__(self) -> str:
         lines = "".join(f"\n  {name}: {text}" for name, text in self._shown().items())
@@ -242,9 +256,9 @@ class Attributor:
 
     def _shown(self) -> dict[str, str]:
         """Return the settings and the content of the store, as texts by name; an object store is not asked."""
-        place = "memory" if self.path is None else str(self.path)
+        location = "memory" if self.path is None else str(self.path)
         if isinstance(self.path, RemotePlace):
-            return {**self._settings.shown(), "store": place}
+            return {**self._settings.shown(), "store": location}
         try:
             with self._workspace.reading() as store:
                 content = tables.stored_content(store)
@@ -252,7 +266,7 @@ class Attributor:
             content = "no row yet, call featurize(data)"
         except StoreError as error:
             content = str(error)
-        return {**self._settings.shown(), "store": f"{place}: {content}"}
+        return {**self._settings.shown(), "store": f"{location}: {content}"}
 
     @property
     def layout(self) -> FeatureLayout:
@@ -328,9 +342,9 @@ class Attributor:
             self._run.joined(call) as ranks,
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
-            found = iterate_checkpoints(checkpoints, checkpoint_loader)
+            checkpoint_iter = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
-            each = zip(found, repeat(True)) if once else marking_last(found)
+            each = zip(checkpoint_iter, repeat(True)) if once else marking_last(checkpoint_iter)
             count = None if once else count_checkpoints(checkpoints, checkpoint_loader)
             with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
                 for checkpoint, wait in stages.each(each):
@@ -343,11 +357,12 @@ class Attributor:
                 )
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
-            others = max(len(tables.checkpoint_ids(session.store)) - len(names), 0)
+            count = len(set(session.loaded))  # of equal weights, which are one checkpoint
+            others = max(len(tables.checkpoint_ids(session.store)) - count, 0)
         self._held, self._run.train, self._run.last = rows.held, rows, session.loaded
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
-        rows_found = len(names) * len(rows) - written
+        rows_found = count * len(rows) - written
         logger.info(
             "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
         )
@@ -580,16 +595,16 @@ class Attributor:
         with (
             run.joined(f"score {name!r}") as ranks,
             run.session(ranks=ranks, train=self._held) as session,
-            naming_dropped(session.store) as known,
+            naming_dropped(session.store) as train_tables,
         ):
             target_set = TargetSet(session, targets, name, method)
             used: list[str] | None = None
             if checkpoints[0] is not None:
                 target_set.refuse_others()
-                found = iterate_checkpoints(*checkpoints)
+                checkpoint_iter = iterate_checkpoints(*checkpoints)
                 with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
-                    used = [target_set.add(one, known) for one in stages.each(found)]
-            train = tables.complete_tables(session.store, used, known)
+                    used = [target_set.add(one, train_tables) for one in stages.each(checkpoint_iter)]
+            train = tables.complete_tables(session.store, used, train_tables)
             if used is None and any(len(set(one.weights(len(train)))) > 1 for one in methods):
                 tables.require_order(train, self._run.last)
             source = ScoreSource(
@@ -647,9 +662,10 @@ class Attributor:
             k: Keep only the k most helpful and the k most harmful rows of every target. All other entries of the result
                 are NaN, and it takes ``4 k`` numbers per target instead of N.
             task: Model output function of the targets, as in :meth:`score`.
-            checkpoints: As in :meth:`featurize`. An iterator is read to its end before the first checkpoint is loaded:
-                a state dict that it changes and yields again must be a copy. All are loaded once before the first pass:
-                equal weights count as one checkpoint, as in :meth:`score`.
+            checkpoints: As in :meth:`featurize`; present weights of which a store with rows has none are a warning. An
+                iterator is read to its end before the first checkpoint is loaded: a state dict that it changes and
+                yields again must be a copy. All are loaded once before the first pass: equal weights count as one
+                checkpoint, as in :meth:`score`.
             checkpoint_loader: As in :meth:`featurize`.
             max_bytes: Memory for the gradients of targets and for the scores before they are reduced to k rows, in
                 bytes. If more targets are given than fit, the train rows are read once for each part of the targets.
@@ -676,8 +692,8 @@ class Attributor:
         """
         chosen = unprojected_scored_by(self._settings, EKFAC() if method is None else method)
         k = None if k is None else positive_int(k=k)
-        found = list(iterate_checkpoints(checkpoints, checkpoint_loader))
-        if not found:
+        checkpoint_list = list(iterate_checkpoints(checkpoints, checkpoint_loader))
+        if not checkpoint_list:
             raise InvalidInputError(
                 "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
             )
@@ -687,7 +703,7 @@ class Attributor:
             run.rows(train, "the train data"),
             run.targets(targets),
             chosen,
-            found,
+            checkpoint_list,
             k=k,
             max_bytes=positive_int(max_bytes=max_bytes),
         )

@@ -257,9 +257,13 @@ def refuse_signal(error: BaseException) -> None:
         # A decorator's own code is that of all functions that it decorates.
         codes.add(getattr(inspect.unwrap(called), "__code__", None))
     cause: BaseException | None = error
-    known = set[int]()  # an error may be its own cause
-    while cause is not None and id(cause) not in known:
-        known.add(id(cause))
-        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(cause.__traceback__)):
+    visited = set[int]()  # an error may be its own cause
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        if any(frame.f_code in codes for frame in frames):
             raise error
-        cause = cause.__cause__
+        context = None if cause.__suppress_context__ else cause.__context__
+        caught = None if context is None else context.__traceback__
+        # An error that the caller was handling before was caught in a frame outside.
+        cause = cause.__cause__ or (context if caught is not None and caught.tb_frame in frames else None)

@@ -380,7 +380,7 @@ class TRAKer:
             "train_rows": [table.content_key() for table in train],
         }
         # Rows are written once, so another choice of checkpoints or lambda needs another path.
-        table_path = tables.path_of("scores", exp_name, identity=fingerprint)
+        table_path = tables.first_score_path(exp_name, identity=fingerprint)
         spec = tables.score_table_spec(self.train_set_size, targets[0].spec.num_rows, fingerprint)
         scores = self._workspace.table(table_path) or store.create_table(table_path, spec)
         if not scores.complete:
@@ -534,10 +534,10 @@ class TRAKer:
             return
         waiting = rows[pending]
         part = batch if pending.all() else take_rows(batch, np.flatnonzero(pending).tolist())
-        found = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
+        computed = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
-            found = replace(found, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
-        HostRows(found, table.spec).put(table.put, waiting, cursor.label)
+            computed = replace(computed, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
+        HostRows(computed, table.spec).put(table.put, waiting, cursor.label)
         cursor.waiting[waiting] = False
         if keys is not None:
             cursor.refuse_other_samples(table.table, rows, keys)
@@ -546,16 +546,16 @@ class TRAKer:
 
     def _replace_computer(self, batch: Batch, error: UnsupportedModelError) -> None:
         """Use another gradient computer from now on, or raise the error: vmap does not support every model."""
-        own = self.gradient_computer
-        if isinstance(error, SelfCheckError) or type(own) is not FunctionalGradientComputer:
+        computer = self.gradient_computer
+        if isinstance(error, SelfCheckError) or type(computer) is not FunctionalGradientComputer:
             raise error
         chosen = choose_gradient_computer(
             self.model,
             self.task,
             move_batch(batch, model_device(self.model)),
             list(self.parameters),
-            autocast_dtype=own.autocast_dtype,
-            float32_products=own.float32_products,
+            autocast_dtype=computer.autocast_dtype,
+            float32_products=computer.float32_products,
         ).computer
         logger.warning("Using %s instead, which is exact for this model. %s", type(chosen).__name__, error)
         self.gradient_computer = chosen
@@ -579,9 +579,9 @@ class TRAKer:
 
     # ---------------------------------------------------------------- ids
 
-    def _ids(self, given: Iterable[int] | None) -> list[int]:
-        if given is not None:
-            return [integer_at_least(0, model_id=model_id) for model_id in given]
+    def _ids(self, model_ids: Iterable[int] | None) -> list[int]:
+        if model_ids is not None:
+            return [integer_at_least(0, model_id=model_id) for model_id in model_ids]
         return tables.checkpoint_ids(self._workspace.store())
 
     def _train_table(self, model_id: int) -> AbstractRowTable:
@@ -600,13 +600,15 @@ class TRAKer:
 
     def _scorable_ids(self, exp_name: str, ids: list[int], allow_skip: bool) -> list[int]:
         """Return the ids whose targets are complete; raise for the others unless they may be skipped."""
-        found = {model_id: self._workspace.table(tables.target_path(exp_name, model_id)) for model_id in ids}
-        if not any(found.values()):
+        targets = {
+            model_id: self._workspace.table(tables.target_path(exp_name, model_id)) for model_id in ids
+        }
+        if not any(targets.values()):
             raise UnknownExperimentError(
                 f"There is no experiment {exp_name!r} for model ids {ids}. Call start_scoring_checkpoint and score."
             )
-        usable = [model_id for model_id, table in found.items() if table is not None and table.complete]
-        missing = [model_id for model_id in found if model_id not in usable]
+        usable = [model_id for model_id, table in targets.items() if table is not None and table.complete]
+        missing = [model_id for model_id in targets if model_id not in usable]
         if missing and not (allow_skip and usable):
             raise StateError(
                 f"Targets of experiment {exp_name!r} are missing for model ids {missing}. Score them, or name the ids "
@@ -693,9 +695,9 @@ class _Cursor:
                 raise InvalidInputError(f"inds must be integers, got {rows.dtype}.")
             rows = rows.astype(np.int64)
         if len(rows) != batch_rows:
-            given = f"num_samples is {len(rows)}" if inds is None else f"inds has {len(rows)} rows"
+            argument = f"num_samples is {len(rows)}" if inds is None else f"inds has {len(rows)} rows"
             raise InvalidInputError(
-                f"The batch has {batch_rows} samples, but {given}. "
+                f"The batch has {batch_rows} samples, but {argument}. "
                 + (f"Pass num_samples={batch_rows}." if inds is None else "Give one row per sample.")
             )
         outside = rows[(rows < 0) | (rows >= self.spec.num_rows)]
@@ -715,17 +717,17 @@ class _Cursor:
         self, table: AbstractRowTable | None, rows: NDArray[np.int64], keys: NDArray[np.float32]
     ) -> None:
         """Raise if complete stored targets were computed from other samples than those seen so far."""
-        seen = self._keys.copy()
-        seen[rows] = keys
-        there = table.read(_SAMPLE_KEYS) if table is not None and table.complete else seen
-        differing = np.flatnonzero(~np.isnan(seen) & (seen != there)).tolist()
+        all_keys = self._keys.copy()
+        all_keys[rows] = keys
+        there = table.read(_SAMPLE_KEYS) if table is not None and table.complete else all_keys
+        differing = np.flatnonzero(~np.isnan(all_keys) & (all_keys != there)).tolist()
         if differing:
             raise InvalidInputError(
                 f"Rows {differing[:5]} of {self.label} were scored before with other samples. One experiment is one "
                 "set of targets: use another exp_name for another set. If it is the same set and its samples change "
                 "from one access to the next (augmentation, noise), switch the randomness off."
             )
-        self._keys = seen
+        self._keys = all_keys
 
 
 def _sample_keys(batch: Batch) -> NDArray[np.float32]:

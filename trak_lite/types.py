@@ -212,9 +212,9 @@ class LookupBlock(_SingleBlock):
 
     def narrowed(self, columns: Tensor) -> tuple[LookupBlock, Tensor]:
         """Keep the U rows of the table that were looked up: ``(m, U * d)``."""
-        found, rows = self.rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]  # torch has no types here
-        kept = columns.view(len(columns), self.num_rows, -1)[:, found].flatten(1)
-        return replace(self, rows=rows, num_rows=len(found)), kept
+        distinct, rows = self.rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        kept = columns.view(len(columns), self.num_rows, -1)[:, distinct].flatten(1)
+        return replace(self, rows=rows, num_rows=len(distinct)), kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +276,13 @@ BlockSink: TypeAlias = Callable[[GradientBlock], None]
 
 def collect(block: GradientBlock, rows: dict[str, Tensor], num_samples: int) -> None:
     """Put the detached gradients of a block into the ``(num_samples, P)`` of its parameter; other rows are zero."""
-    own = block.dense().detach()
-    if len(own) == num_samples:
-        rows[block.name] = own
+    gradients = block.dense().detach()
+    if len(gradients) == num_samples:
+        rows[block.name] = gradients
         return
     if block.name not in rows:
-        rows[block.name] = own.new_zeros(num_samples, own.shape[1])
-    rows[block.name][block.start : block.start + len(own)] = own
+        rows[block.name] = gradients.new_zeros(num_samples, gradients.shape[1])
+    rows[block.name][block.start : block.start + len(gradients)] = gradients
 
 
 class OutputTerms(NamedTuple):

@@ -219,6 +219,8 @@ def test_checkpoints_can_be_added_and_are_recognised_by_their_weights():
     first, second, third = states(3)
     assert made.featurize(TRAIN, checkpoints=[first, second]).other_checkpoints == 0
     assert made.featurize(TRAIN, checkpoints=[third]).other_checkpoints == 2
+    twice = made.featurize(TRAIN, checkpoints=[third, third])
+    assert (twice.rows_written, twice.rows_found, twice.other_checkpoints) == (0, N, 2)
     summary = made.featurize(TRAIN, checkpoints=[third, second, first])
     assert (summary.rows_written, summary.rows_found) == (0, 3 * N)
     assert made.score(TARGETS, name="three").settings["checkpoints"] == 3
@@ -312,6 +314,10 @@ def test_open_takes_every_setting_from_the_manifest(tmp_path):
     assert opened.layout == made.layout
     assert len(opened.layout.segments) > 1
     np.testing.assert_array_equal(opened.scores("test").numpy(), expected)
+    with pytest.raises(
+        ManifestMismatchError, match=r"of another model: .* 2 parameters that this Linear lacks"
+    ):
+        Attributor.open(tmp_path / "a.zarr", nn.Linear(4, 2))
     # New targets need the weights: they are found where they were read from.
     np.testing.assert_array_equal(opened.score(TARGETS, name="again").numpy(), expected)
 

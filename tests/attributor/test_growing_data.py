@@ -69,6 +69,16 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
     assert check_store(path).findings == ()
 
 
+def test_data_that_grew_go_on_with_a_range_of_indices(tmp_path):
+    path = tmp_path / "a.zarr"
+    attributor(path).featurize(rows(N))
+    for data, some in ((rows(N), N), (rows(N + 3), N), (rows(N + 3), N + 2), (rows(N + R), N + 3)):
+        attributor(path).featurize(Rows(data, indices=range(some)), append=True)
+    assert attributor(path).featurize(rows(N + 3)).rows_found == N + 3
+    with pytest.raises(errors.ManifestMismatchError, match="dataset"):
+        attributor(path).featurize(Rows(rows(N + 3), indices=[1, 0, *range(2, N + 3)]))
+
+
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(tmp_path, in_memory):
     made = attributor(None if in_memory else tmp_path / "a.zarr")
@@ -266,6 +276,19 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
         made.scores("both")
     assert made.featurize(rows(N), [first]).rows_written == N
     assert made.score(TARGETS, "again").shape == (N, 5)
+
+
+def test_finished_scores_are_read_after_drop_checkpoint_was_killed_between_targets_and_train_rows(tmp_path):
+    made = attributor(tmp_path / "a.zarr")
+    made.featurize(rows(N), states())
+    scores = made.score(TARGETS).numpy()
+    with ZarrFeatureStore.open(tmp_path / "a.zarr", "r+") as store:
+        store.drop_table("targets/targets/ckpt-0")  # the first table that drop_checkpoint removes
+
+    again = attributor(tmp_path / "a.zarr")
+    again.featurize(rows(N), states())
+    np.testing.assert_array_equal(again.score(TARGETS).numpy(), scores)
+    np.testing.assert_array_equal(again.scores("targets").numpy(), scores)
 
 
 def test_a_checkpoint_is_dropped_by_its_name_if_only_one_has_it(tmp_path):

@@ -226,6 +226,38 @@ def test_an_error_of_a_signal_handler_ends_the_call_at_an_extra_state(when, tmp_
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize("is_before", [False, True])
+def test_an_error_of_a_handler_that_a_model_replaces_ends_the_call_but_not_one_of_before(is_before, tmp_path):
+    """A program may catch a timeout and attribute then; an error of its model is that of the model."""
+
+    def replaced():
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except Exception:
+            raise ValueError("no prediction")  # noqa: B904 - as models do
+
+    def refused():
+        raise ValueError("no prediction")
+
+    before = signal.signal(signal.SIGUSR1, Handler(TimeoutError))
+    made = attributor(tmp_path / "a.zarr", Failing(refused if is_before else replaced, 1), "auto")
+
+    def run():
+        try:
+            if is_before:
+                signal.raise_signal(signal.SIGUSR1)
+        except TimeoutError:
+            made.featurize(Rows(TRAIN, batch_size=8))
+        made.featurize(Rows(TRAIN, batch_size=8))
+
+    try:
+        with pytest.raises(ValueError, match="no prediction") as info:
+            run()
+        assert (type(info.value) is ValueError) == (not is_before)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_an_error_of_a_model_is_not_that_of_a_handler_with_the_same_decorator():
     """The frames of a decorator are in both tracebacks; an error may be its own cause."""
 

@@ -100,6 +100,14 @@ def linear(call, batch):
     return call(batch[0])[:, 0]
 
 
+def failing(call, batch):
+    return call(batch[0]) @ X
+
+
+def passes_labels(call, batch):
+    return call(batch[1])
+
+
 def times(constant, dtype):
     """A task whose gradients have the size of a constant."""
     model = nn.Linear(4, 3, bias=False, dtype=torch.float64 if abs(np.log10(constant)) > 50 else None)
@@ -195,6 +203,8 @@ ROW_9 = r"^Row 9 of the train data: .*99"
         (ROW_9, with_label(9, 99), {**TRACED, "batch_size": 4}, InvalidInputError),
         (ROW_9, with_label(9, 99), {**LOOP, "batch_size": 4}, InvalidInputError),
         (r"Sequential failed.*\(12, 7\) float32", empty(N, 7), {}, InvalidInputError),
+        (r"^The task \(test_unexpected_inputs.py:\d+\) failed", TRAIN, {"task": failing}, InvalidInputError),
+        (r"^Sequential \(test_un.*\) failed", TRAIN, {"task": passes_labels, **LOOP}, InvalidInputError),
         ("No rows in the train data", empty(0, 4), {}, InvalidInputError),
         ("the train data does not read", SHUFFLED, {}, InvalidInputError),
         ("gave a batch of 1", TRAIN, {"collate": one_sample}, InvalidInputError),

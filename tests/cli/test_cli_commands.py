@@ -276,10 +276,13 @@ WRONG_QUESTIONS = [
     (["--target", "1"], ONE),
     (["--remove", "one"], "--remove must be numbers and ranges, such as 3,8-11, got 'one'"),
     (["--remove=-1"], "--remove must be numbers and ranges, such as 3,8-11, got '-1'"),
+    (["--remove", "1,3-"], "--remove must be numbers and ranges, such as 3,8-11, got '3-'"),
+    (["--remove", "3--5"], "--remove must be numbers and ranges, such as 3,8-11, got '3--5'"),
+    (["--remove", "3- -5"], "--remove must be numbers and ranges, such as 3,8-11, got '3- -5'"),
     (["--remove", "9-3"], "--remove: '9-3' ends before it begins. Use 3-9."),
     (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
     (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
-    (["--remove", "40"], "rows must be among the rows 0 to 39, got [40] of 1"),
+    (["--remove", "40"], "rows must be among the rows 0 to 39, got [40]."),
     (["--where", "source=web"], "source"),
 ]
 

@@ -13,6 +13,8 @@ from cli_cases import CONFIG, RECIPE, done, functions, records, refused, write_c
 from safetensors.torch import load_file
 
 from trak_lite import Attributor, Normalization, cli
+from trak_lite.cli.configs import read_config
+from trak_lite.cli.records import last_record
 
 STEP = "recipe_arguments: {step: 2}"
 WRONG_KEYS = [
@@ -48,6 +50,7 @@ WRONG_KEYS = [
     ("recipe+: a.py", "unknown key 'recipe+'. Did you mean 'recipe'?"),
     ("budget: 4", "unknown key 'budget'. Did you mean 'verify.budget' or 'trials.budget'?"),
     ("indices: [1]", "unknown key 'indices'. Did you mean 'train_data.indices' or 'target_data.indices'?"),
+    ("scores: {name: held}", "unknown key 'scores'. Did you mean 'score'?"),
     ("zzzz: 4", "unknown key 'zzzz'. The option --help lists the keys."),
     ("1: 2", "unknown key '1'."),
     ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
@@ -188,6 +191,10 @@ def test_the_command_line_comes_before_the_file_and_this_before_the_default(tmp_
     done(["featurize", "again.yaml", *lists], capsys)
     files = [str(tmp_path / f"trained/checkpoint-{number}.safetensors") for number in (1, 2)]
     assert records(tmp_path / "run.zarr")[-1]["config"]["checkpoints"] == files
+    more = [("recipe", str(tmp_path / "below/recipe.py")), ("checkpoints+", "third.pt")]
+    appended = read_config(last_record(str(tmp_path / "run.zarr")), more)
+    assert appended.values["checkpoints"] == [*files, str(tmp_path / "third.pt")]
+    assert {"checkpoints", "seed"} & appended.recorded == {"seed"}
 
 
 def test_an_address_in_an_object_store_stays_as_it_is(tmp_path, monkeypatch, capsys):

@@ -267,6 +267,9 @@ def test_a_report_needs_no_recipe_no_record_and_no_model(copied, capsys):
         (copied / "run.html").unlink()
         done(["report", store, *chosen], capsys)
         assert (copied / "run.html").read_bytes() == page
+    shutil.move(store, copied / "lr-0.1")
+    assert done(["report", str(copied / "lr-0.1")], capsys).endswith(f"report: {copied}/lr-0.1.html\n")
+    shutil.move(copied / "lr-0.1", store)
     missing = "has no scores 'others'. Pass --score.name with one of ['held-out']."
     assert missing in refused(["report", store, "--score.name", "others"], capsys)
 

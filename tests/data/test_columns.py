@@ -91,6 +91,9 @@ def test_texts_of_numbers_are_found_in_columns_of_floats():
         (["web", float("nan"), "book", "web"], ["None", "book", "web"], "None", [1]),  # as in a pandas frame
         ([True, None, False, True], ["False", "None", "True"], True, [0, 3]),
         ([3, None, 1, 3], ["1.0", "3.0", "nan"], "nan", [1]),
+        ([np.int64(3), None, np.float32(1), 3], ["1.0", "3.0", "nan"], "nan", [1]),
+        ([np.str_("web"), None, "book", np.float32("nan")], ["None", "book", "web"], None, [1, 3]),
+        ([np.True_, None, np.False_, True], ["False", "None", "True"], True, [0, 3]),
         ([None, None, None, None], ["None"], None, [0, 1, 2, 3]),
     ],
 )

@@ -291,7 +291,16 @@ def test_a_killed_training_goes_on(layers):
         made.capture(data(), "a", resume=True),
     ):
         pass
-    broken_off(made.capture(data(), "b"), model, order()[:1])
+    for scale in (1.0, 2.0):  # of one name
+        made.featurize(data(), {name: scale * value for name, value in model.state_dict().items()})
+    for name in ("0", "b"):
+        broken_off(made.capture(data(), name), model, order()[:1])
+    for name, count in (("", 0), ("c", 0), ("0", 2)):
+        with pytest.raises(errors.InvalidInputError, match=f"{count} checkpoints have the name"):
+            made.drop_checkpoint(name)
+    for name in ("0", "b"):
+        with pytest.raises(errors.StateError, match=f"has {BATCH} rows of a capture '{name}'"):
+            made.capture(data(), name).__enter__()
     made.drop_checkpoint("b")
     with made.capture(data(), "b") as capture:
         assert capture.num_missing == N

@@ -15,6 +15,7 @@ from models import (
     assert_same,
     assert_steady,
     by_loop,
+    hooked,
     make,
     net,
     rows,
@@ -206,6 +207,13 @@ EXACT |= {
     ]
 }
 
+
+def filled(s, x):
+    hidden = s.a(x) * 1
+    hidden[torch.arange(len(x)), x.argmax(1)] = s.slope
+    return hidden
+
+
 NAMED = {
     "a factor of add": lambda s, x: torch.add(x @ s.a.weight, 2, s.p),
     "a factor of add in place": lambda s, x: (x @ s.a.weight).clone().add_(2, s.p),
@@ -217,6 +225,16 @@ NAMED = {
     "a method by names": lambda s, x: x.matmul(other=s.a.weight),
     "a parameter on the left by names": lambda s, x: torch.matmul(other=x.t(), input=s.a.weight).t(),
     "a layer by names": lambda s, x: s.a(input=x),
+    "add by NumPy's names": lambda s, x: torch.add(x1=x, x2=s.p, alpha=3),
+    "matmul by NumPy's names": lambda s, x: torch.matmul(x=x, x2=s.a.weight),
+    "a transpose by names": lambda s, x: (
+        x @ torch.transpose(dim0=0, dim1=1, input=s.a.weight) @ torch.t(input=s.b.weight)
+    ),
+    "in place by names": lambda s, x: torch.clamp_(min=s.p, input=s.a(x) * 1),
+    "the samples' numbers as an index": filled,
+    "an index in place by names": lambda s, x: torch.index_put_(
+        values=s.slope, indices=(torch.arange(len(x)), x.argmax(1)), input=s.a(x) * 1
+    ),
 }
 EXACT |= {name: net(forward, rows(3)) for name, forward in NAMED.items()}
 
@@ -235,6 +253,69 @@ EXACT |= {
         ("sample by sample", 64, 128, 1, 11),
         ("sample by sample, in groups", 128, 128, 2, 11),
     ]
+}
+
+
+# ---- Values that are written part by part
+def triangle(s, x):
+    u = x.new_zeros(4, 4)
+    u[range(4), range(4)] = F.softplus(s.p)
+    u[tuple(torch.triu_indices(4, 4, 1))] = s.a.weight.flatten()[:6]
+    return F.linear(x, u) + torch.log(u.diagonal()).sum() * x
+
+
+def row_by_row(s, x):
+    u = x.new_zeros(4, 4)
+    for k in range(4):
+        u[k] = s.a.weight[k] * s.p[k]
+        u[k, :k] += u[k - 1, :k] + s.b.bias[:k]
+    return x @ u
+
+
+def through_views(s, x):
+    u = x.new_zeros(4, 4)
+    row = u[1]
+    row.copy_(s.p)
+    turned = u.t()
+    u.narrow(0, 2, 2).copy_(s.a.weight[:2])
+    turned[0].add_(s.b.bias)
+    later = u.t()
+    u.view(-1)[5:9].mul_(s.a.bias)
+    return x @ u + x @ turned.sin() + x @ later
+
+
+def read_before_the_next_write(s, x):
+    u, weight = x.new_zeros(4, 4), s.a.weight * 2
+    u[0] = s.p
+    before = x + u[0] + (x @ u).sin() + F.linear(x, weight.t())
+    u[0] = s.b.bias
+    weight[1] = s.p
+    return before + x @ u + F.linear(x, weight.t())
+
+
+def by_many_operations(s, x):
+    u = x.new_zeros(16)
+    u.index_put_((torch.arange(4),), s.p).scatter_(0, torch.arange(8, 12), s.b.bias)
+    u.index_add_(0, torch.tensor([0, 9, 9, 3]), s.a.bias)
+    u = u.view(4, 4).masked_fill_(torch.eye(4, dtype=torch.bool), s.slope).mul_(s.a.weight).add_(s.p, alpha=2)
+    u.fill_diagonal_(1.0).transpose_(0, 1).lerp_(s.b.weight, 0.3)
+    return x @ u
+
+
+def into_parts_of_samples(s, x):
+    h = x.new_zeros(len(x), 4, 4)
+    h[:, 0] = s.p
+    h[:, 1].add_(s.b.bias)
+    h.select(1, 2).copy_(x * s.p).mul_(s.a.bias)
+    part = s.c(x)[:, 1:]
+    part.mul_(s.norm.weight[:2])
+    return torch.cat([h.flatten(1) * s.a.weight.flatten(), part], 1)
+
+
+WRITTEN = [triangle, row_by_row, through_views, read_before_the_next_write, by_many_operations]
+EXACT |= {
+    f"written {write.__name__}": net(write, rows(4), rows(1), rows(3))
+    for write in [*WRITTEN, into_parts_of_samples]
 }
 
 
@@ -474,6 +555,31 @@ EXACT |= {
 }
 
 
+def to_the_longest(longest):
+    def forward(s, x, lengths):
+        h = x.new_zeros(len(x), 4)
+        for k in range(longest(lengths)):
+            h = torch.where((k < lengths)[:, None], torch.tanh(s.a(h) + s.b(x[:, k])), h)
+        return h
+
+    return forward
+
+
+LONGEST = {
+    "max": lambda lengths: int(lengths.max()),
+    "max along an axis": lambda lengths: lengths.max(0).values.item(),
+    "amax, as the end of a range": lambda lengths: len(torch.arange(lengths.amax())),
+    "any": lambda lengths: next(k for k in range(6) if not (lengths > k).any()),
+}
+TEXTS = [[5, 5, 5], [2, 4, 1], [3, 3], [1, 2, 1, 2], [4, 2, 2], [1], [5, 1, 1]]
+EXACT |= {
+    f"steps to the longest text, by {how}": net(
+        to_the_longest(longest), *((rows(len(text), 5), torch.tensor(text)) for text in TEXTS)
+    )
+    for how, longest in LONGEST.items()
+}
+
+
 # ---- Recurrences that Python steps through, and texts of sentences
 def stepping(s, x):
     """A cell's output is computed from the state that it returns beside it."""
@@ -544,6 +650,16 @@ def test_a_layer_that_a_branch_captures_goes_to_a_computer_that_follows_it():
     expected = by_loop(model, wavy, batch)
     del model.forward
     assert_same(collect_gradients(computer, batch), expected)
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda n: 7 + n.min().item() - n.max().item(), lambda n: 7 - n.argmax().item()]
+)
+def test_a_path_that_no_sample_takes_alone_is_refused(choose):
+    _, computer = hooked(lambda s, x, lengths: [x := s.a(x).sin() for _ in range(choose(lengths))][-1])
+    collect_gradients(computer, (rows(3), torch.tensor([3, 3, 3])))
+    with pytest.raises(UnsupportedModelError, match="same operations for every batch"):
+        collect_gradients(computer, (rows(3), torch.tensor([3, 4, 6])))
 
 
 def test_a_path_that_changes_the_gradients_of_other_samples_is_refused():

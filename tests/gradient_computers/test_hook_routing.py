@@ -17,6 +17,7 @@ from models import (
     classify,
     hooked,
     make,
+    net,
     rows,
     ruled,
     tokens,
@@ -221,6 +222,68 @@ def test_low_precision_finds_the_same_rows(autocast):
         assert error <= (1e-5 if autocast is None else 0.1) * float(value.norm()) + 1e-5, name
 
 
+# ---- Rows that are moved by an operation with named arguments
+def repeated(h, order, counts):
+    samples = torch.repeat_interleave(repeats=counts)
+    assert torch.equal(samples, torch.arange(len(h)).repeat_interleave(repeats=counts))
+    return h.repeat_interleave(repeats=counts, dim=0), samples
+
+
+def repeated_by_a_function(h, order, counts):
+    samples = torch.repeat_interleave(dim=0, repeats=counts, input=torch.arange(len(h)))
+    return torch.repeat_interleave(repeats=counts, input=h, dim=0), samples
+
+
+def where(h, order, counts):
+    i, t = torch.where(condition=torch.arange(3) < counts[:, None])
+    return h[i] * (1 + t[:, None]), i
+
+
+def sorted_along(function, **dim):
+    def move(h, order, counts):
+        values, order = function(input=h[:, :1], **dim)
+        return values.expand(-1, 4), order[:, 0]
+
+    return move
+
+
+BY_NAME = {
+    "repeat_interleave": repeated,
+    "torch.repeat_interleave": repeated_by_a_function,
+    "where": where,
+    "sort": sorted_along(torch.sort, dim=0),
+    "sort by NumPy's names": sorted_along(torch.sort, axis=0),
+    "topk by NumPy's names": sorted_along(lambda input: torch.topk(axis=0, k=len(input), input=input)),
+    "sort of torch.ops": sorted_along(lambda input: torch.ops.aten.sort(self=input, dim=0)),
+    "gather": lambda h, order, _: (torch.gather(index=order[:, None].expand(-1, 4), dim=0, input=h), order),
+    "gather by NumPy's names": lambda h, order, _: (torch.gather(x=h, axis=0, index=order.expand(4, -1).T), order),
+    "index_select": lambda h, order, _: (torch.index_select(index=order, axis=0, a=h), order),
+    "take_along_dim": lambda h, order, _: (torch.take_along_dim(input=h, indices=order[:, None], dim=0), order),
+    "take": lambda h, order, _: (torch.take(index=order[:, None] * 4 + torch.arange(4), input=h), order),
+    "put": lambda h, order, _: (torch.put(input=0 * h, index=order[:, None] * 4 + torch.arange(4), source=h),
+                                order.argsort()),
+    "index_put": lambda h, order, _: (torch.index_put(input=0 * h, indices=(order,), values=h), order.argsort()),
+    "index_copy": lambda h, order, _: (torch.index_copy(input=0 * h, dim=0, index=order, source=h), order.argsort()),
+    "index of torch.ops": lambda h, order, _: (torch.ops.aten.index(self=h, indices=[order]), order),
+    "embedding": lambda h, order, _: (torch.embedding(indices=order, weight=h), order),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("move", BY_NAME.values(), ids=BY_NAME)
+def test_rows_that_an_operation_with_named_arguments_moves_are_found(move):
+    """In batches of the shapes of the first ones, in which rows stay in order, with other values."""
+
+    def forward(s, x, counts):
+        moved, samples = move(s.a(x), x[:, 0].argsort(), counts)
+        return torch.zeros(len(x), 3, dtype=x.dtype).index_add(0, samples, s.c(s.b(moved).tanh()))
+
+    still = torch.arange(4.0, dtype=torch.float64)[:, None].expand(-1, 4) / 4, torch.tensor([2, 2, 2, 2])
+    others = [
+        (rows(4, seed=seed), torch.tensor(counts)) for seed, counts in enumerate(([1, 3, 2, 2], [3, 2, 1, 2]))
+    ]
+    assert_exact_in_every_batch(net(forward, still, still, *others, unchecked=True))
+
+
 # ---- Rows of another number than ever
 def test_rows_of_another_number_than_examined_are_found_by_their_gradients():
     def forward(s, x):
@@ -325,6 +388,30 @@ def centred():
     return Model(lambda s, x: x * s.slope - (x * s.slope).mean(0), slope=slope)
 
 
+class DropsSmall(torch.autograd.Function):
+    """Passes no gradient on where all of it is small, as that of the second weighted pass is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.abs().amax() > 1e-6 else None
+
+
+def test_a_weighted_pass_without_a_gradient_is_no_digit_of_the_next():
+    """Samples 64 to 69 would be taken for 0 to 5."""
+
+    def forward(s, x):
+        order = x[:, 0].argsort()
+        return s.b(DropsSmall.apply(s.a(x[order]) * s.p)[order.argsort()])
+
+    _, computer = hooked(forward, self_check=False)
+    with pytest.raises(UnsupportedModelError, match="not every weighted backward pass reached its result"):
+        collect_gradients(computer, (rows(70),))
+
+
 REFUSED = {
     "rows that mix samples": (changed(lambda y: y - y.mean(0)),
                               r"linear, which uses \['experts.*several samples depends"),
@@ -343,6 +430,24 @@ def test_rows_that_belong_to_no_one_sample_are_refused_by_name(build, message):
     names = None if build in (Both, Limited) else "experts.*"
     with pytest.raises(UnsupportedModelError, match=message):
         collect_gradients(HookGradientComputer(model, resolve_task(classify), grad_wrt=names), batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_small_row_of_several_samples_is_refused_in_half_precision_too(dtype):
+    """In a batch that the self-check does not compare; the row's gradient is a few hundredths of the largest one."""
+
+    def forward(s, x):
+        order = x[:, 0].argsort()
+        moved = s.a(x[order]) * ((x[order][:, :1] > -3).to(x.dtype) + 0.007)
+        return s.c(moved[order.argsort()] + moved[:1] * (x[:, :1].amin() < -3).to(x.dtype))
+
+    model, computer = hooked(forward, self_check=False)
+    model.to(dtype)
+    batch = rows(8).to(dtype)
+    collect_gradients(computer, (batch,))
+    batch[0] = -4
+    with pytest.raises(UnsupportedModelError, match="several samples depends on one row"):
+        collect_gradients(computer, (batch,))
 
 
 # ---- The code that tells samples

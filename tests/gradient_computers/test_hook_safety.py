@@ -200,6 +200,8 @@ REFUSED = {
         lambda s, x: s.b(map_along(lambda row: s.a(row), x)), "operator map_impl runs reads a parameter"
     ),
     "an autograd function": (lambda: stacked(Opaque()), r"\['1.weight'\].*hooks cannot see"),
+    "a transform of torch.func": (lambda s, x: torch.func.vmap(lambda row: row @ s.a.weight)(x),
+                                  "a transform of torch.func"),
     "a rule that leaves a parameter out": (ruled(lambda x, g: {}), r"no gradient for \['weight'\]"),
     "a wrong rule": (ruled(lambda x, g: {"weight": (g * x).sum(1)}), "self-check failed: the gradient of 'weight'"),
     "a ruled layer with samples on axis 1": (lambda: Model(on_axis_1, layer=ruled(right)()),
@@ -355,6 +357,25 @@ def test_a_flag_in_a_batch_of_any_container_makes_another_structure_of_it(pack, 
     for turn in (False, True, False):
         expected = by_loop(model, lambda call, batch, t=turn: wavy(call, (*batch, t)), (rows(4, 4),))
         assert_same(collect_gradients(computer, pack(rows(4, 4), turn)), expected)
+
+
+def test_equal_flags_of_other_types_make_other_structures():
+    """1 == True, but a model may tell them apart; NaN equals nothing, and is one flag in all batches."""
+
+    def forward(s, x, mode):
+        order = x[:, 0].argsort() if mode is True else torch.arange(len(x))
+        return s.c(s.a(x[order]).tanh())[order.argsort()]
+
+    model, computer = hooked(forward, self_check=False)
+    for mode in (1, True, 1.0, False, 0):
+        expected = by_loop(model, lambda call, batch, m=mode: wavy(call, (*batch, m)), (rows(4),))
+        assert_same(collect_gradients(computer, (rows(4), mode)), expected)
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    for mode in (float("nan"), float("nan")):
+        runs.clear()
+        collect_gradients(computer, (rows(4), mode))
+    assert len(runs) == 1
 
 
 def test_only_the_newest_structures_are_remembered(monkeypatch):

@@ -59,6 +59,13 @@ ONES = np.ones(3, dtype=np.float32)
 POOL, THREAD = futures.ThreadPoolExecutor(1), threading.local()
 
 
+class Unsized(tuple):
+    """A tuple that is one thing, as irreps of e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
 class Net(nn.Module):
     """A perceptron, and what a case changes: all that runs, what happens before it, a factor of its logits."""
 
@@ -194,6 +201,7 @@ REPLAYED = {
     "fails for its shape": lambda: Net(factor=lambda s, x: 2.0 if succeeds(x.view, -1, 7) else 3.0),
     "constants of Python": lambda: Net(factor=lambda s, x: torch.tensor([1.0, 2.0, 3.0]) * torch.from_numpy(ONES)),
     "constants of a trace": traced,
+    "holds tuples without a length": lambda: Net(parts=[Unsized((1.0, 2.0))]),
     "has no rule": lambda: Net(lambda s, x: torch.lerp(s.logits(x), s.shift, 0.5), shift=nn.Parameter(torch.randn(3))),
 }  # fmt: skip
 
@@ -274,6 +282,11 @@ def by_pointer(x):
 def split_by_a_tensor(x):
     _, positive = torch.tensor_split(x[:, 0].argsort(), (x <= 0).sum().view(1))
     return torch.zeros(len(x), 1).index_fill(0, positive, 1.0) > 0
+
+
+def split_by_a_named_tensor(x):
+    place = (x <= 0).sum().view(1)
+    return x[:, :1] * 0 + torch.tensor_split(tensor_indices_or_sections=place, input=x)[1].numel() > 0
 
 
 def writes_by_a_list(x):
@@ -374,6 +387,7 @@ NOT_REPLAYED = {
     "makes a parameter": lambda: doubles(lambda x: nn.Parameter(x) > 0),
     "applies Python": lambda: doubles(lambda x: x.apply_(abs) > 0),
     "splits by a tensor": lambda: doubles(split_by_a_tensor),
+    "splits by a named tensor": lambda: doubles(split_by_a_named_tensor),
     "selects by mask": lambda: Net(selects_by_mask),
     "computes in a thread": lambda: doubles(in_a_thread),
     "computes in a thread, and collects": lambda: doubles(in_a_thread_after_a_collection),

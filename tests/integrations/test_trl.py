@@ -1,5 +1,6 @@
 """TRL: f, q and gradients of every row against the trainer's own loss, and against plain loops in float64."""
 
+import copy
 import warnings
 
 import hub_models as hub
@@ -312,6 +313,36 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
     whole = trainer.compute_loss(trainer.model, trainer.data_collator(list(rows)))
     ours = -nn.functional.logsigmoid(0.3 * f).mean()
     torch.testing.assert_close(ours, whole.double(), **TRLS, check_dtype=False)
+
+
+@pytest.mark.parametrize("precomputed", [True, False])
+@pytest.mark.parametrize("build", [hub.llama, hub.lora, "prompt tuning"])
+def test_f_of_a_policy_that_is_its_reference_is_0_in_mixed_precision(build, precomputed, tmp_path):
+    """Accelerate puts bfloat16 into the forward method of the trainer's models; TRL's default is bf16=True."""
+    model = spread(hub.llama, by=0.5).float()
+    if build is hub.llama:
+        more = {"ref_model": copy.deepcopy(model)}
+    elif build is hub.lora:
+        more = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=2)}  # its product is 0 at first
+    else:
+        more = {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}
+    plain = copy.deepcopy(model)
+    settings = {"bf16": True, "max_steps": 1, "learning_rate": 0.0, "precompute_ref_log_probs": precomputed}
+    trainer = trainer_of("DPO", model, PAIRS, tmp_path, **settings, **more)
+    for _ in range(2):
+        rows = helpers.preference_rows(trainer)
+        for name, column in reference_of(plain, rows).items():
+            torch.testing.assert_close(torch.tensor(rows[name][:]), column, rtol=1e-5, atol=1e-4)
+        if build == "prompt tuning":  # whose logits the task refuses
+            continue
+        recording = {"gradient_computer": Recording, "batch_size": len(rows), **EXACT}
+        huggingface.attributor_from_trainer(trainer, None, rows=rows, **recording).featurize(rows)
+        _, _, terms = Recording.last
+        torch.testing.assert_close(terms.output, torch.zeros(len(rows)), rtol=0, atol=1e-4)
+        trainer.train()
+    if precomputed and build != "prompt tuning":
+        with pytest.warns(UserWarning, match=r"in half precision.*rows = preference_rows\(trainer\)"):
+            huggingface.attributor_from_trainer(trainer, None, **EXACT)
 
 
 def test_a_dpo_trainer_is_scored_from_end_to_end_and_its_targets_have_references_too(tmp_path):

@@ -1,12 +1,16 @@
 """Every method of the package, and two of a user's own, against the conformance kit."""
 
+import json
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
+from tiny_runs import labelled
+from torch import nn
 
-from trak_lite import methods
-from trak_lite.errors import InvalidInputError
+from trak_lite import Attributor, methods
+from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.testing import MethodTests
 
 
@@ -39,6 +43,13 @@ class RelativeDot(methods.AbstractMethod):
         return rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fitted(RelativeDot):
+    """A method that holds the result of a fit."""
+
+    fit: tuple
+
+
 CONFORMING = {
     "GaussNewton": methods.GaussNewton(),
     "GaussNewtonJointly": methods.GaussNewton(layout="joint", damping=0.1, q="outside"),
@@ -65,6 +76,32 @@ for name, method in CONFORMING.items():
 def test_a_field_that_cannot_identify_scores_is_named(strength):
     with pytest.raises(InvalidInputError, match=r"SignedDot\.strength must be a text, a finite number"):
         SignedDot(strength=strength).to_json()
+
+
+@pytest.mark.parametrize("strength", [((1.0, 2.0), (3.0, 4.0)), [(0.5,)], {1: 0.5}, ({"a": (1,)},)])
+def test_an_identity_with_nested_fields_is_equal_to_what_a_store_returns(strength):
+    method = SignedDot(strength=strength)
+    assert method.to_json() == json.loads(json.dumps(method.to_json()))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_long_fit_in_a_field_is_shown_by_its_first_values_its_size_and_a_digest(nested, tmp_path):
+    data = labelled(12)
+    made = Attributor(nn.Linear(4, 3), "image_classification", tmp_path / "a.zarr", proj_dim=4)
+    made.featurize(data)
+    values = tuple(float(value) for value in range(1000))
+    fits = values, (*values[:-1], 0.5)
+    first, other = (Fitted(fit=(fit,) * 500 if nested else fit) for fit in fits)
+    shown = r"\[\[0.0, 1.0, .*500 values, digest" if nested else r"\[0.0, 1.0, ... 1000 values, digest"
+    with pytest.raises(StateError, match=shown) as refused:
+        made.scores("targets", method=first)
+    texts = [str(first), str(other), str(refused.value), str(made.score(data, method=first))]
+    texts += [repr(Attributor(nn.Linear(4, 3), "image_classification", None, proj_dim=4, method=first))]
+    assert max(map(len, texts)) < 1500
+    assert texts[0] != texts[1]
+    assert all(re.search(shown, text) for text in texts)
+    with pytest.raises(StateError, match=f"made with method=.*fit': {shown}"):
+        made.scores("targets", method=other)
 
 
 def test_no_name_of_a_method_can_be_entered():

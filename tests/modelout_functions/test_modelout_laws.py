@@ -10,15 +10,17 @@ import pytest
 import torch
 from modelout_cases import check_gradients, identity_of
 from post_training_cases import BY_NAME
+from torch import nn
 
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import (
     MODEL_OUTPUTS,
     BinaryClassificationModelOutput,
+    CallableModelOutput,
     DiffusionModelOutput,
     ModelCall,
 )
-from trak_lite.testing import ModelOutputTests
+from trak_lite.testing import ModelOutputCase, ModelOutputTests
 
 
 class TestBuiltInModelOutputs(ModelOutputTests):
@@ -66,10 +68,29 @@ def test_the_kit_notices_labels_of_another_distribution(is_wrong):
             )
 
     built = BY_NAME["binary_classification-flat"]()
-    with pytest.raises(AssertionError) if is_wrong else contextlib.nullcontext():
+    with pytest.raises(pytest.fail.Exception) if is_wrong else contextlib.nullcontext():
         ModelOutputTests().test_the_mean_gradient_over_drawn_labels_is_zero(
             dataclasses.replace(built, task=Binary())
         )
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kit_notices_that_a_focal_loss_is_no_likelihood(gamma, seed):
+    def loss(model, batch):
+        margins = (2 * batch[1] - 1) * model(batch[0])
+        return -((-margins).sigmoid() ** gamma * nn.functional.logsigmoid(margins)).sum(1)
+
+    class Focal(CallableModelOutput):
+        def sample_labels(self, model_call, batch, noise):
+            return batch[0], (noise((3,)) < model_call(batch[0]).sigmoid()).double()
+
+    torch.manual_seed(seed)
+    batch = (torch.randn(5, 4).double(), torch.randint(2, (5, 3)).double())
+    task = Focal(lambda model_call, batch: -loss(model_call, batch))
+    case = ModelOutputCase(task, nn.Linear(4, 3).double(), batch, loss, torch.neg)
+    with pytest.raises(pytest.fail.Exception, match="no negative log") if gamma else contextlib.nullcontext():
+        ModelOutputTests().test_the_mean_gradient_over_drawn_labels_is_zero(case)
 
 
 def test_a_confident_model_draws_no_rare_label():

@@ -50,6 +50,12 @@ def test_names_instances_classes_and_functions_resolve_to_tasks():
     assert made.function is mean_of_squares
 
 
+@pytest.mark.parametrize("entry", [Wide(3), functools.partial(Wide, 3)])
+def test_a_users_own_name_is_that_of_an_instance_or_of_a_class_with_its_arguments(entry, monkeypatch):
+    monkeypatch.setitem(tasks.MODEL_OUTPUTS, "wide", entry)
+    assert tasks.resolve_task("wide").width == 3
+
+
 def test_a_task_has_no_state_and_nothing_to_prepare_by_default():
     task, model = Own(), nn.Linear(2, 1)
     before = {name: value.clone() for name, value in model.state_dict().items()}

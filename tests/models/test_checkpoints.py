@@ -71,11 +71,15 @@ def test_a_wrapped_model_takes_plain_names_and_its_own(load):
     assert load(Wrapper(1.0), Wrapper(4.0).state_dict())[1][0][:6].tolist() == [4.0] * 6
 
 
-def test_sources_may_be_lists_generators_and_loaders(tmp_path, values):
+def test_sources_may_be_lists_generators_and_loaders(tmp_path, values, load):
     save_file(filled(7.0), tmp_path / "seven.safetensors")
     assert values([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
     assert values(filled(float(n)) for n in range(1, 4)) == [1.0, 2.0, 3.0]
     assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
+    (tmp_path / "lr-0.1").mkdir()
+    files = [tmp_path / "lr-0.1", tmp_path / "lr-0.2.ckpt"]
+    names = load(nn.Linear(3, 2), files, lambda path: filled(float(len(path.name))))[0].checkpoints
+    assert names == ("lr-0.1", "lr-0.2")
     own = nn.Linear(3, 2)
     assert values([own.state_dict(), filled(0.5)]) == [own.weight[0, 0].item(), 0.5]
     assert values([filled(0.5), same := filled(1.5), same]) == [0.5, 1.5]

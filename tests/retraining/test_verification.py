@@ -16,7 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from trak_lite import Attributor, Rows, Scores, calibrate, calibrated_scores, evaluation, token_scores, verify
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, RetrainingError, StateError
-from trak_lite.methods import TRAK, Fisher, GaussNewton, GradDot
+from trak_lite.methods import EKFAC, TRAK, Fisher, GaussNewton, GradDot
 from trak_lite.modelout_functions import QuestionsModelOutput
 from trak_lite.report import write_report
 from trak_lite.store import open_store
@@ -259,6 +259,19 @@ def test_scores_of_a_fitted_curvature_are_verified(trained, featurized):
     assert attributor.scores(name, method="EKFAC").verdict == verdict
     first = "gradient dot product, no kernel" if featurized else "loss of the train row (its q)"
     assert verdict.baselines[0].name == first
+
+
+def test_a_constant_q_is_no_baseline(trained):
+    """As of a task whose f is minus the loss; scores without features of targets have no other one."""
+
+    def minus_loss(model_call, batch):
+        return -nn.functional.cross_entropy(model_call(batch[0]), batch[1], reduction="none")
+
+    made = scored(trained, task=minus_loss, method="GradDot")
+    names = [one.name for one in verify(made.scores("test"), Training(), TARGETS, budget=3).baselines]
+    assert names == ["gradient dot product, no kernel", "nearest in feature space (cosine)"]
+    scores = made.score(TARGETS, "only-ekfac", method=EKFAC(fisher="empirical"))
+    assert verify(scores, Training(), TARGETS, budget=3).baselines == ()
 
 
 def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(attributor):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,13 +67,13 @@ def without(rows):
     return np.setdiff1d(EVERYTHING, rows)
 
 
-def scored(path=None):
+def scored(path=None, targets=ASKED):
     """Scores that are the influence of each row on the regression: one kernel, without projection."""
     damping = RIDGE * D / np.square(TRAIN[0]).sum()  # in units of the mean eigenvalue
     settings = {"layout": "joint", "dtype": "float32", "method": GaussNewton(damping=float(damping))}
     made = Attributor(model(weights(EVERYTHING)), "regression", path, progress=False, **settings)
     made.featurize(DATA, columns={"source": TRAIN[2]})
-    return made.score(ASKED, "asked")
+    return made.score(targets, "asked")
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def tried():
 
 
 # ------------------------------------------------------------------------ without trials
-def test_the_prediction_is_the_sum_of_scores():
+def test_the_prediction_is_the_sum_of_scores(scores):
     """Of any scores, by numbers or a mask; without retrainings there is no interval, and the text says why."""
     matrix = np.random.default_rng(0).normal(size=(10, 3))
     held = held_scores(matrix)
@@ -98,7 +99,10 @@ def test_the_prediction_is_the_sum_of_scores():
     assert found.upper is None
     assert "without 2 of 10 train rows (20.0%)" in str(found)
     assert "No interval: no retraining is stored with these scores" in str(found)
-    assert "targets) (on the command line: trak-lite trials CONFIG), or verify." in str(found)
+    assert str(found).endswith(
+        "The prediction is the sum of scores."
+    )  # retraining functions refuse held scores
+    assert "targets) (on the command line: trak-lite trials CONFIG), or verify." in what_if(scores, [1]).basis
     np.testing.assert_array_equal(what_if(held, np.isin(np.arange(10), [2, 7])).predicted, found.predicted)
     both = what_if(held, remove=[1], add=[3, 4])
     np.testing.assert_allclose(both.predicted, matrix[[3, 4]].sum(0) - matrix[1], rtol=1e-6)
@@ -118,10 +122,11 @@ def test_the_prediction_is_the_sum_of_scores():
             r"3 to add, 0 to relabel of 10; in several of these: 2, 7\.$",
         ),
         ({"remove": [1, 1]}, "remove names a row twice"),
-        ({"add": [10]}, r"among the rows 0 to 9, got \[10\] of 1"),
-        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\] of 3"),
+        ({"add": [10]}, r"among the rows 0 to 9, got \[10\]\."),
+        ({"remove": [3, 10, -1]}, r"among the rows 0 to 9, got \[10, -1\]\."),
         ({"remove": [0.5]}, "list of integers, got float64 of shape .*indices of a Selection"),
         ({"remove": np.zeros(10, bool)}, "at least one row"),
+        ({"add": np.ones(9, bool)}, r"add: a mask needs one entry for each of the 10 .* shape \(9,\)"),
     ],
 )
 def test_sets_that_cannot_be_changed_are_refused(rows, seen):
@@ -339,6 +344,7 @@ def test_sets_beyond_the_trials_are_refused_with_the_reason(tried):
     found = what_if(tried, np.arange(60))
     assert found.lower is None
     assert "larger or denser than all 60 trial sets" in found.basis
+    assert "shares=..., groups=...) measures sets of other sizes and kinds" in found.basis
     np.testing.assert_allclose(found.predicted, -tried.numpy()[:60].sum(0), rtol=1e-5)
     assert found.to_json()["lower"] is None
 
@@ -364,6 +370,20 @@ def test_without_trials_the_subsets_of_a_verdict_answer_for_random_sets_only():
         assert "try_removals" in refused.basis
     try_removals(found, training, ASKED, budget=9, seeds=(2,), base_seeds=(0, 1))
     assert "9 trial sets" in what_if(found, few).basis
+
+
+def test_the_budget_that_a_set_is_told_to_need_gives_it_an_interval():
+    """The most helpful rows of a single target are denser than most trials."""
+    made = scored(targets=TensorDataset(*ASKED[:1]))
+    best, asked = np.argsort(-made.numpy()[:, 0])[:24], TensorDataset(*ASKED[:1])
+    try_removals(made, Training(), asked, groups="source")
+    refused = what_if(made, best, level=0.95)
+    assert refused.lower is None
+    assert "Measure more sets: try_removals(..., budget=" in refused.basis
+    budget = int(re.search(r"budget=(\d+)", refused.basis)[1])
+    try_removals(made, Training(), asked, groups="source", budget=budget)
+    assert what_if(made, best, level=0.95).lower is not None
+    assert "changes of the other targets" not in str(repair(made, 0, -0.2))
 
 
 SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
@@ -479,10 +499,22 @@ def test_a_repair_does_not_count_sets_without_an_interval(tried_small, target):
     found = repair(tried_small, target, goal)
     assert not found.reached
     assert known[len(found.rows) - 1]
-    assert "NOT predicted to be reached by a set that has an interval\n" in str(found)
+    assert (
+        "NOT predicted to be reached with a chance of 80% by a set that has an interval; shown is the best"
+        in str(found)
+    )
     assert "inf" not in str(found)
     nearer = repair(tried_small, target, goal + 0.02)
     assert nearer.effects.upper[target] <= goal + 0.02 or not nearer.reached
+
+
+def test_effects_count_the_intervals_that_there_are(tried_small):
+    found = what_if(tried_small, [0], level=0.6)
+    missing = np.arange(M) < M - 2
+    lower, upper = np.where(missing, -np.inf, 1.0), np.where(missing, np.inf, 2.0)
+    text = str(replace(found, lower=lower, upper=upper, predicted=np.linspace(-2, 1.5, M)))
+    assert "2 of 2 intervals exclude 0 (level 60%)" in text
+    assert "largest falls: target 0: -2 (no interval); target 1" in text
 
 
 def test_a_repair_whose_trials_resemble_no_set_goes_by_the_prediction():
@@ -508,7 +540,7 @@ def test_a_repair_is_tested_on_fresh_seeds_with_all_other_targets(tried):
     np.testing.assert_allclose(found.measured, changes, rtol=1e-3, atol=1e-4)
     assert found.success is bool(np.mean(changes, axis=0)[3] <= -0.2)
     text = str(found)
-    assert f"retrained with 2 seeds: change {np.mean(changes, axis=0)[3]:+.3g}" in text
+    assert f"retrained with 2 seeds: measured change {np.mean(changes, axis=0)[3]:+.3g}" in text
     largest = next(i for i in np.argsort(-np.abs(np.mean(changes, axis=0))) if i != 3)
     assert f"largest target {largest}: " in text
     assert len(found.to_json()["measured"]) == 2

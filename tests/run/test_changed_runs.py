@@ -269,6 +269,22 @@ def test_samples_that_change_at_each_access_are_named_as_such_and_seeded_ones_pa
     assert script.summary.rows_written == 0
 
 
+@pytest.mark.parametrize("name", ["dataset.zarr", "dataset.num_rows.zarr"])
+def test_random_samples_are_a_hint_where_samples_differ_whatever_the_path_is(name, tmp_path):
+    data, other = (TensorDataset(*tensors(12, seed)) for seed in (0, 1))
+
+    def refused(samples: TensorDataset, seed: int) -> str:
+        made = Attributor(nn.Linear(WIDTH, CLASSES), "image_classification", tmp_path / name, seed=seed)
+        with pytest.raises(ManifestMismatchError) as error:
+            made.featurize(samples)
+        return str(error.value)
+
+    Attributor(nn.Linear(WIDTH, CLASSES), "image_classification", tmp_path / name, seed=0).featurize(data)
+    assert "augmentation" in refused(other, 0)
+    assert "augmentation" not in refused(data, 1)
+    assert "augmentation" not in refused(TensorDataset(*tensors(14, 0)), 0)
+
+
 @pytest.mark.parametrize(
     ("lengths", "row"), [((4, 1, 2, 3, 7, 5), 1), ((1, 4, 2, 3, 5, 7), 0), ((3, 3, 4, 2, 5, 7), 3)]
 )

@@ -169,6 +169,7 @@ def test_tiles_without_a_wanted_row_are_neither_read_nor_computed(tied, monkeypa
         assert set(read) == set(wanted)
 
 
+@pytest.mark.filterwarnings("ignore:The scores are of the present weights")
 def test_what_cannot_be_filtered_or_grouped_is_refused(made, tmp_path):
     scores, whole = made.score(TARGETS), made.stream_scores(TRAIN, TARGETS, method=GradDot(), k=15)
     some = [made.stream_scores(TRAIN, TARGETS, method=GradDot(), k=k) for k in (2, 14)]

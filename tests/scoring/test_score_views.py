@@ -265,17 +265,24 @@ def test_a_mean_has_the_standard_error_of_leaving_out_one_checkpoint(name, q):
 
 @pytest.mark.parametrize("q", ["outside", "off"])
 @pytest.mark.parametrize("runs", [None, RUNS])
-def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
+@pytest.mark.parametrize("weights", [None, (0.1, 0.05, 0, 0.01), (-1, -2, -3, -4)])
+def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs, weights):
+    """The jackknife in the first order: each group is left out of both means, with its weights."""
     rows = cases.drawn(num_checkpoints=4)
     members = MEMBERS if runs else [[c] for c in range(4)]
-    share = len(members) / 4
-    k = np.stack([share * cases.checkpoint_products(rows)[m].sum(0) for m in members])
-    factors = np.ones((len(members), 1, 1))
+    a = np.full(4, 1 / 4) if weights is None else np.array(weights)
+    k, factors = cases.checkpoint_products(rows), np.ones((4, 1, 1))
     if q == "outside":
-        factors = np.stack([share * rows.q[m].astype(np.float64).sum(0) for m in members])[:, :, None]
-    change = factors.mean(0) * (k - k.mean(0)) + k.mean(0) * (factors - factors.mean(0))
-    expected = np.sqrt((change**2).sum(0) / (len(members) * (len(members) - 1)))
-    scores = rows.scores(replace(cases.DEFAULT, q=q))
+        factors = rows.q.astype(np.float64)[:, :, None]
+
+    def means(left_out):
+        kept = [c for c in range(4) if c not in left_out]
+        return np.einsum("c,cnm->nm", a[kept], k[kept]) * a.sum() / a[kept].sum(), factors[kept].mean(0)
+
+    mean, factor = means([])
+    change = [factor * (part - mean) + mean * (other - factor) for part, other in map(means, members)]
+    expected = np.sqrt((1 - 1 / len(members)) * np.square(change).sum(0))
+    scores = rows.scores(replace(cases.DEFAULT, q=q, checkpoint_weights=weights))
 
     def check(found, wanted):
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-6)
@@ -291,7 +298,10 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs):
 @pytest.mark.quick
 @pytest.mark.parametrize("q", ["outside", "inside", "off"])
 def test_reliability_ranks_what_each_run_alone_scores(q):
-    """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown."""
+    """Some scores are zero, and tie; the expected agreement of means is by the formula of Spearman and Brown.
+
+    A mean over runs of 2, 1 and 1 checkpoints is as noisy as one over 4^2 / (2^2 + 1 + 1) equal runs.
+    """
     rows = cases.drawn(num_checkpoints=4)
     rows.train[:, 3:9] = 0
     scores, alone = rows.scores(replace(cases.DEFAULT, q=q)), of_groups(rows, MEMBERS, q=q).astype(np.float32)
@@ -299,7 +309,7 @@ def test_reliability_ranks_what_each_run_alone_scores(q):
     found = scores.reliability(runs=RUNS, threshold=0.2)
     np.testing.assert_allclose(found.agreement, expected, atol=1e-12)
     positive = expected.clip(min=0)
-    np.testing.assert_allclose(found.expected, 3 * positive / (1 + 2 * positive))
+    np.testing.assert_allclose(found.expected, 8 * positive / (3 + 5 * positive))
     np.testing.assert_array_equal(found.reliable, found.expected >= 0.2)
     assert f"{found.reliable.sum()} of {len(found.reliable)} targets have a reliable ranking" in str(found)
     assert f"agree by {np.median(found.agreement):.2f} ({found.agreement.min():.2f} to " in str(found)
@@ -307,6 +317,16 @@ def test_reliability_ranks_what_each_run_alone_scores(q):
     # The kernel is that of all rows: only the rows that are ranked are fewer.
     some = scores.reliability(runs=RUNS, max_rows=10)
     np.testing.assert_allclose(some.agreement, mean_spearman(alone[:, ::2]), atol=1e-12)
+
+
+def test_the_weights_of_checkpoints_are_not_noise():
+    """A checkpoint of weight 0 has no ranking; the others are one checkpoint with other weights."""
+    rows, other = cases.drawn(num_checkpoints=1), cases.drawn(num_checkpoints=1, seed=1)
+    parts = zip(*(vars(one).values() for one in (rows, other, rows)), strict=True)
+    three = cases.Drawn(*(np.concatenate(each) for each in [*parts][:4]))
+    scores = three.scores(replace(cases.DEFAULT, q="inside", checkpoint_weights=(1, 0, 3)))
+    assert scores.standard_error().max() < 1e-6 * np.abs(scores.numpy()).max()
+    np.testing.assert_allclose(scores.reliability().agreement, 1)
 
 
 def test_checkpoints_that_say_the_same_have_no_error_and_agree():
@@ -344,6 +364,7 @@ def test_subtracted_base_models_have_errors_over_runs():
         ("at least 2 runs, got 1", 4, None, ["a"] * 4),
         ("the checkpoints are not repeats of one measurement", 4, (1, -1, 1, -1), None),
         ("at least 2 checkpoints, got 1", 1, None, None),
+        ("got 1 with a weight other than 0 of 4", 4, (0, 2, 0, 0), None),
     ],
 )
 def test_groups_that_mean_nothing_are_refused(message, checkpoints, weights, runs):

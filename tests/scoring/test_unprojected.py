@@ -140,6 +140,15 @@ def test_streamed_scores_are_those_of_stored_whole_gradients(method, settings):
     assert found.manifest.fingerprint["task"]
 
 
+def test_present_weights_that_the_store_does_not_have_are_a_warning():
+    made = attributor()
+    made.featurize(TRAIN, STATES)
+    with pytest.warns(UserWarning, match=r"present weights of the model.* those of 2 checkpoint\(s\)"):
+        streamed(made=made, checkpoints=None)
+    made.model.load_state_dict(STATES[1])
+    streamed(made=made, checkpoints=None)
+
+
 @pytest.mark.parametrize("max_bytes", [1, 3000])
 def test_few_bytes_take_more_passes_and_give_the_same_scores(expected, max_bytes):
     train = Counting(TRAIN)
@@ -248,6 +257,8 @@ def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expe
         np.testing.assert_array_equal(refined.top(5, target=target).indices, order[:5])
     assert refined.method == METHOD
     assert refined.settings["candidates"] == 5
+    with pytest.raises(StateError, match=r"not computed from stored rows.*Score without refine=\.$"):
+        refined.self_influence()
     with pytest.raises(InvalidInputError, match="larger k"):
         refined.top(6)
 

@@ -61,19 +61,31 @@ def test_a_page_fits_can_be_read_loads_nothing_else_and_runs_no_text(page: Page,
         assert page.run("document.querySelector('.target .text').textContent") == HOSTILE
 
 
-@pytest.mark.parametrize(("key", "num_lines"), [("flipped", 1), (60 * "w", 6)])
-def test_keys_of_a_row_are_words_on_a_small_screen(page: Page, copy: Path, key: str, num_lines: int) -> None:
-    recipe, row = copy / "recipe.py", {key: True, "note": 3 * "a sentence of usual words "}
-    recipe.write_text(recipe.read_text() + f"\n\ndef render(index):\n    return {row}\n")
-    lines = """(range => {
-        range.selectNodeContents(document.querySelector('.fields th'));
-        return new Set([...range.getClientRects()].map(line => line.top)).size;
-    })(document.createRange())"""
+@pytest.mark.parametrize("path", ["/review", "/effects?where-label=1"])
+def test_numbers_and_words_of_a_row_are_not_torn_and_long_texts_fit(
+    page: Page, copy: Path, path: str
+) -> None:
+    fields = {
+        "flipped": -0.88,
+        "mean smoothness": "malignant",
+        "note": 9 * "a sentence of usual words ",
+        "id": 200 * "x",
+    }
+    recipe = copy / "recipe.py"
+    recipe.write_text(f"{recipe.read_text()}\n\ndef render(index):\n    return {fields | {60 * 'w': 1.5}}\n")
+    recipe.write_text(f"{recipe.read_text()}\n\ndef render_target(index):\n    return render(index)\n")
+    lines = """(texts => texts.map(text => { const range = document.createRange(); range.selectNodeContents(text);
+        return new Set([...range.getClientRects()].map(line => line.top)).size; }))
+        ([...document.querySelector('.fields').querySelectorAll('th, td')])"""
     with served(pages_in(copy)) as client:
-        page.open(f"{client.url}/review", width=400)
-    check_layout(page, 400)
-    assert (page.run(lines) == 1) == (num_lines == 1)
-    assert page.run(lines) >= num_lines
+        for width in (320, 400, 1280):
+            page.open(client.url + path, width=width)
+            check_layout(page, width)
+            counts = np.reshape(page.run(lines), (5, 2)).tolist()
+            assert counts[0] == [1, 1]
+            assert counts[1][0] <= 2  # between its words
+            assert counts[1][1] == counts[2][0] == counts[3][0] == counts[4][1] == 1
+            assert min(counts[3][1], counts[4][0]) > 1
 
 
 @pytest.mark.parametrize("path", PATHS)

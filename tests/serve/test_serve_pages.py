@@ -154,6 +154,8 @@ def test_the_review_lists_rows_by_self_influence_and_marks_are_csv(client, ran, 
         assert moved.status == 303
         expected = f"/review?set=held-out&show=all&done={row}#row-{row}"
         assert sorted(re.split("[?&]", moved.headers["location"])) == sorted(re.split("[?&]", expected))
+        said = client.page(moved.headers["location"]).text
+        assert ("No train row has the label '=2+2'." in said) == (row == first)
     assert f"Row {third}: keep." in client.page(moved.headers["location"]).text
     assert marks_in(ran)[str(first)] == {"mark": "flip", "label": "=2+2"}
 

@@ -12,8 +12,9 @@ import pytest
 import store_cases as cases
 from store_cases import LONG, NAME, PACKED, SPEC, Folder, Objects, failpoints, finish, put_pending, values
 
-from trak_lite.errors import CorruptStoreError, MissingStoreError
-from trak_lite.store import MemoryFeatureStore, check_store, create_store
+from trak_lite.cli import main
+from trak_lite.errors import CorruptStoreError, IncompleteStoreError, MissingStoreError
+from trak_lite.store import MemoryFeatureStore, check_store, create_store, open_store
 
 STEPS = [name for name in failpoints.FAILPOINTS if name != "column_removed"]
 RECOVERY = failpoints.FAILPOINTS[failpoints.FAILPOINTS.index("columns_synced") :]
@@ -259,6 +260,23 @@ def test_a_commit_record_without_its_files_proves_no_row(recorded):
     assert cases.done_rows(recorded) == []
     assert check_store(recorded).ok
     finish(recorded)
+
+
+def test_rows_that_are_done_and_not_committed_are_called_so(tmp_path, capsys):
+    """By the error of a reader and by each line of inspect, until the table is opened for writing."""
+    place, _ = killed(made(Folder, tmp_path / "0"), "commit_synced:3", write, SPEC, 11)
+    with open_store(place.place) as store:
+        said = r"Rows 8 to 10 \(chunk 2\) of .* are done and not committed yet"
+        cases.raises(IncompleteStoreError, said, store.open_table(NAME).read, "q")
+    for left, line in (("1", "11 of 11 rows done, not committed yet"), ("none", "11 of 11 rows done")):
+        main(["inspect", place.place])
+        lines = capsys.readouterr().out.splitlines()
+        assert f"  1 tables ({left} not finished), 0 entries" in lines
+        assert f"  {NAME}  {line}" in lines
+        with open_store(place.place, "r+") as store:
+            store.open_table(NAME)
+    with open_store(place.place) as store:
+        store.open_table(NAME).read("q")
 
 
 def test_a_kill_while_a_leftover_is_replaced_loses_nothing(tmp_path):

@@ -121,18 +121,18 @@ class Job:
         file = os.path.realpath(os.path.join(folder, _TRAINING))
         stored = stored_json(sealed_content(file, _TRAINING, delete="its folder"), what=file)
         number = stored["checkpoints"]
-        found = len(list(Path(folder).glob("checkpoint-*.safetensors")))
+        count = len(list(Path(folder).glob("checkpoint-*.safetensors")))
         keep = f"To use what is there as it is, delete {_TRAINING} in it."
-        if found < number:
+        if count < number:
             raise CheckpointError(
-                f"{folder} holds {found} of the {number} checkpoints of its training. Delete the folder, and make the "
+                f"{folder} holds {count} of the {number} checkpoints of its training. Delete the folder, and make the "
                 f"call again. {keep}"
             )
         if self._training is None:
             return
         # Rows that were appended since are no other training.
         num_rows, number = stored["dataset"]["num_rows"], len(self._samples)
-        given = self._trained_with(num_rows if number > num_rows else None)
+        fingerprint = self._trained_with(num_rows if number > num_rows else None)
         if number > num_rows and not self.config.values["featurize"]["append"]:
             warnings.warn(
                 f"The checkpoints in {folder} were trained on the first {num_rows} of the {number} train rows.",
@@ -142,15 +142,15 @@ class Job:
         where = f"The training of the checkpoints in {folder}"
         remedy = f"Use another folder (--checkpoints PATH), or delete this one to train again. {keep}"
         code = ("train()", "global variables")
-        values = {name: value for name, value in stored.items() if name in given}
+        values = {name: value for name, value in stored.items() if name in fingerprint}
         compare_fingerprints(
             {name: value for name, value in values.items() if name not in code},
-            {name: value for name, value in given.items() if name not in code},
+            {name: value for name, value in fingerprint.items() if name not in code},
             where=where,
             remedy=remedy,
         )
         try:
-            compare_fingerprints(values, given, where=where, remedy=remedy)
+            compare_fingerprints(values, fingerprint, where=where, remedy=remedy)
         except ManifestMismatchError as error:  # a comment or a path may be no other training
             warnings.warn(f"{error}", UserWarning, stacklevel=2)
 
@@ -258,11 +258,11 @@ class Job:
         names = [*(self.where or ()), *([] if self.by is None else [self.by])]
         if not names:
             return
-        known = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
+        columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
         if _is_store(self.config.path):
             with open_store(self.config.path) as store:
-                known |= stored_columns(store)
-        require_columns(names, known)
+                columns |= stored_columns(store)
+        require_columns(names, columns)
 
     def shown(self, scores: Scores) -> list[str]:
         """Return scores, the top rows of some targets, and mean scores by group as lines."""
@@ -353,23 +353,23 @@ def conditions(texts: Sequence[str]) -> dict[str, list[str]] | None:
         >>> conditions(["source=web", "source=book", "year=2024"])
         {'source': ['web', 'book'], 'year': ['2024']}
     """
-    found: dict[str, list[str]] = {}
+    by_column: dict[str, list[str]] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise InvalidInputError(f"--where must be NAME=VALUE, such as source=web, got {text!r:.80}.")
-        found.setdefault(name, []).append(value)
-    return found or None
+        by_column.setdefault(name, []).append(value)
+    return by_column or None
 
 
 def _grouped(scores: Scores, by: str, where: Mapping[str, list[str]] | None) -> Iterator[str]:
     """Yield the mean score of each group of train rows over all targets, the largest first."""
-    found = scores.group(by, np.zeros(scores.shape[1], np.int64), where=where)
-    means, counts = found.means[:, 0], found.counts[:, 0] // scores.shape[1]
+    groups = scores.group(by, np.zeros(scores.shape[1], np.int64), where=where)
+    means, counts = groups.means[:, 0], groups.counts[:, 0] // scores.shape[1]
     order = np.argsort(-means, kind="stable")
     yield f"mean score over all targets by {by}:"
     for group in order[:_SHOWN_GROUPS]:
-        yield f"  {means[group]:+.2e}  {found.train_groups[group]} ({counts[group]} rows)"
+        yield f"  {means[group]:+.2e}  {groups.train_groups[group]} ({counts[group]} rows)"
     if len(order) > _SHOWN_GROUPS:
         yield f"  ... {len(order) - _SHOWN_GROUPS} more"
 
@@ -397,11 +397,11 @@ def methods_of(config: RunConfig, manifest: Manifest) -> Callable[[str], Abstrac
 
     The method of a record is that of its last command: scores of a name that has none of it are read all the same.
     """
-    settings, given = stored_settings(config, manifest), config.values["score"]["method"]
-    asked = settings.scored_by(given)
+    settings, method = stored_settings(config, manifest), config.values["score"]["method"]
+    asked = settings.scored_by(method)
 
     def method_of(name: str) -> AbstractMethod:
-        if given is not None and "score.method" not in config.recorded:
+        if method is not None and "score.method" not in config.recorded:
             return asked
         with open_store(config.path) as store:
             return settings.scored_by(method_of_scores(store, name, asked, settings.method))
@@ -413,13 +413,13 @@ def scores_of(config: RunConfig) -> Scores:
     """Return the scores that a config names, of a store that is read without model and data."""
     with open_store(config.path) as store:
         opened = opener(config, store.manifest)
-        own, known = scored_names(store, own=True), scored_names(store)
+        method_names, names = scored_names(store, own=True), scored_names(store)
     chosen = config.values["score"]
     name = check_name(chosen["name"], what="target set")
-    if chosen["dense"] and known and name not in known:
-        if name != _DEFAULT_NAME or len(own or known) > 1:
-            raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {known}.")
-        name = (own or known)[0]
+    if chosen["dense"] and names and name not in names:
+        if name != _DEFAULT_NAME or len(method_names or names) > 1:
+            raise StateError(f"{config.path} has no scores {name!r}. Pass --score.name with one of {names}.")
+        name = (method_names or names)[0]
     return opened(name, dense=chosen["dense"])
 
 
@@ -432,11 +432,11 @@ def report(config: RunConfig, out: str | None, where: Mapping[str, list[str]] | 
 
     scores = scores_of(config)
     render, render_target = renders(config)
-    place = beside(config, ".html", "report.html") if out is None else out
+    path = beside(config, ".html", "report.html") if out is None else out
     # Damaged verdicts raise before the note.
     if config.recipe is None and (scores.verdict, scores.one_run_verdict):
         yield "Rows are shown by number. With --recipe FILE they are shown by its render(index)."
-    page = write_report(scores, place, train_render=render, target_render=render_target, where=where)
+    page = write_report(scores, path, train_render=render, target_render=render_target, where=where)
     yield f"report: {page}"
 
 
@@ -455,19 +455,19 @@ def effects(
             "--goal CHANGE."
         )
     scores = scores_of(config)
-    found: Effects | Repair
+    result: Effects | Repair
     if target is not None and goal is not None:
-        found = repair(scores, _number(int, "target", target), _number(float, "goal", goal))
-        yield f"rows to remove: {','.join(map(str, sorted(found.rows.tolist())))}"
+        result = repair(scores, _number(int, "target", target), _number(float, "goal", goal))
+        yield f"rows to remove: {','.join(map(str, sorted(result.rows.tolist())))}"
     elif removed is not None:
-        found = what_if(scores, _row_numbers(removed))
+        result = what_if(scores, _row_numbers(removed))
     else:
         assert where is not None  # one of the three is given
-        found = what_if(scores, wanted_rows(where, scores.columns, len(scores)))
-    yield str(found)
+        result = what_if(scores, wanted_rows(where, scores.columns, len(scores)))
+    yield str(result)
     if out is not None:
         with writing(Path(out)):
-            Path(out).write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
+            Path(out).write_text(json.dumps(result.to_json()) + "\n", encoding="utf-8")
         yield f"written: {out}"
 
 
@@ -478,18 +478,18 @@ def _row_numbers(text: str) -> list[int]:
         >>> _row_numbers("3,8-11")
         [3, 8, 9, 10, 11]
     """
-    found: list[int] = []
+    rows: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first:  # "-1"
+        first, dash, last = part.partition("-")
+        if not first or "-" in last or (dash and not last):
             raise InvalidInputError(f"--remove must be {_ROWS}, got {part!r:.40}.")
         start, stop = _number(int, "remove", first), _number(int, "remove", last or first)
         if stop < start:
             raise InvalidInputError(f"--remove: {part!r:.40} ends before it begins. Use {stop}-{start}.")
         if stop >= start + _MOST_NAMED:
             raise InvalidInputError(f"--remove: {part!r:.40} is no range of at most {_MOST_NAMED:,} rows.")
-        found += range(start, stop + 1)
-    return found
+        rows += range(start, stop + 1)
+    return rows
 
 
 def _number(kind: type[_Number], name: str, text: str) -> _Number:
@@ -520,14 +520,14 @@ def renders(config: RunConfig) -> tuple[Render | None, Render | None]:
 
 
 def beside(config: RunConfig, suffix: str, remote: str = "training.run") -> Path:
-    """Return the store's path with another suffix; for an object store ``remote``, in the current folder."""
-    place = config.path
-    return Path(remote) if isinstance(place, RemotePlace) else Path(place).with_suffix(suffix)
+    """Return the store's path with a suffix in place of ``.zarr``; for an object store the path ``remote``."""
+    path = config.path
+    return Path(remote if isinstance(path, RemotePlace) else path.removesuffix(".zarr") + suffix)
 
 
-def _is_store(place: str | RemotePlace) -> bool:
+def _is_store(path: str | RemotePlace) -> bool:
     try:
-        open_store(place).close()
+        open_store(path).close()
     except MissingStoreError:
         return False
     return True

@@ -92,18 +92,18 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     may come from someone else, and the recorded digest says nothing about what the code does. It is optional unless
     the command ``runs``, which needs model and data.
     """
-    typed = dict(options)
+    typed = {name.removesuffix("+"): text for name, text in options}
     if isinstance(source, RunRecord):
-        given, where, folder = dict(source.config), f"The run stored in {source.where}", Path()
-        there = given.pop("recipe", None)
+        settings, where, folder = dict(source.config), f"The run stored in {source.where}", Path()
+        there = settings.pop("recipe", None)
         if runs and "recipe" not in typed:
             raise InvalidInputError(
                 f"{where} can only be repeated with a recipe that you name: a recipe that a store names is never "
                 f"executed. It was made with {there!r}. Pass --recipe FILE with a file that you trust."
             )
     else:
-        given, where, folder = _read_yaml(source), source, Path(source).parent
-    arguments = given.pop(SECTION, None) or {}
+        settings, where, folder = _read_yaml(source), source, Path(source).parent
+    arguments = settings.pop(SECTION, None) or {}
     if not isinstance(arguments, Mapping):
         raise InvalidInputError(f"{where}: {SECTION} must be a mapping, got {arguments!r}.")
     of_recipe = [option for option in options if option[0].startswith(f"{SECTION}.")]
@@ -111,7 +111,7 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
         key if runs or key.name == "path" or key.default is not REQUIRED else key._replace(default=None)
         for key in run_keys()
     ]
-    values = _parsed(needed, given, [option for option in options if option not in of_recipe], where)
+    values = _parsed(needed, settings, [option for option in options if option not in of_recipe], where)
     recipe, keys, named = None, [], {}
     if values["recipe"] is not None:
         recipe = load_recipe((Path() if "recipe" in typed else folder) / values["recipe"])
@@ -119,13 +119,13 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     values |= _parsed(keys, named, of_recipe, where)
     values["recipe"] = None if recipe is None else str(recipe.path)
     recorded = {key.name for key in needed} - typed.keys() if isinstance(source, RunRecord) else ()
-    checkpoints, place = values["checkpoints"], resolve_place(values["path"])
+    checkpoints, path = values["checkpoints"], resolve_place(values["path"])
     if isinstance(checkpoints, str):
         values["checkpoints"] = os.path.abspath(os.path.expanduser(checkpoints))
     elif checkpoints is not None:
         values["checkpoints"] = [os.path.abspath(os.path.expanduser(path)) for path in checkpoints]
-    if not isinstance(place, RemotePlace):
-        values["path"] = os.path.abspath(place)
+    if not isinstance(path, RemotePlace):
+        values["path"] = os.path.abspath(path)
     return RunConfig(values, recipe, frozenset(recorded))
 
 
@@ -169,50 +169,51 @@ def _parser(keys: Sequence[Key], **texts: Any) -> ArgumentParser:
 
 
 def _parsed(
-    keys: Sequence[Key], given: Mapping[Any, Any], options: Sequence[Option], where: str
+    keys: Sequence[Key], settings: Mapping[Any, Any], options: Sequence[Option], where: str
 ) -> dict[str, Any]:
     """Return the values of keys, nested by section. Options replace values of a file, which replace defaults."""
-    known = {key.name: key for key in keys}
-    found = _parser(keys).get_defaults()
-    for name, value in _flat(given, known, where):
-        found[name] = _value(known, name, value, found, where)
+    by_name = {key.name: key for key in keys}
+    namespace = _parser(keys).get_defaults()
+    for name, value in _flat(settings, by_name, where):
+        namespace[name] = _value(by_name, name, value, namespace, where)
     for option, text in options:
         name = option.removesuffix("+")  # "--grad_wrt+ x" appends to the list grad_wrt
-        found[name] = _value(known, name, text, found, "Command line", option)
-    missing = [name for name in known if name not in found]
+        namespace[name] = _value(by_name, name, text, namespace, "Command line", option)
+    missing = [name for name in by_name if name not in namespace]
     if missing:
         raise InvalidInputError(
             f"{where}: {', '.join(missing)} must be given. Add it, or pass --{missing[0]} VALUE."
         )
-    return found.as_dict()
+    return namespace.as_dict()
 
 
 def _value(
-    known: Mapping[str, Key], name: str, given: Any, found: Namespace, where: str, option: str = ""
+    by_name: Mapping[str, Key], name: str, raw: Any, namespace: Namespace, where: str, option: str = ""
 ) -> Any:
     """Return the checked value of one key: of a file, or the text of an option of the command line."""
-    key = known.get(name)
+    key = by_name.get(name)
     if key is None:
-        same = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-        near = " or ".join(map(repr, same or difflib.get_close_matches(name, known, n=1)))
+        same = [other for other in by_name if other.rpartition(".")[2] == name.rpartition(".")[2]]
+        names = dict.fromkeys(part for other in by_name for part in (other.partition(".")[0], other))
+        near = " or ".join(map(repr, same or difflib.get_close_matches(name, names, n=1)))
         hint = f"Did you mean {near}?" if near else "The option --help lists the keys."
         raise InvalidInputError(f"{where}: unknown key {name!r}. {hint}")
     parser = _parser([key])  # alone, because jsonargparse would check all others again
-    before = Namespace({name: found[name]} if name in found else {})  # type: ignore[no-untyped-call]
+    before = Namespace({name: namespace[name]} if name in namespace else {})  # type: ignore[no-untyped-call]
     try:
         if option:
-            value = parser.parse_args([f"--{option}={given}"], before)[name]
+            value = parser.parse_args([f"--{option}={raw}"], before)[name]
         else:
-            value = parser.parse_object({name: deepcopy(given)}, before)[name]  # which changes lists in place
+            value = parser.parse_object({name: deepcopy(raw)}, before)[name]  # which changes lists in place
         # jsonargparse accepts null for every type, NaN as a number, a set as a list, and "60" as 60.
-        fits = is_plain([given, value]) and (value is not None or type(None) in get_args(key.type))
+        fits = is_plain([raw, value]) and (value is not None or type(None) in get_args(key.type))
         may_be_text = get_origin(key.type) in (Union, UnionType) and str in get_args(key.type)
-        value = given if isinstance(given, str) and may_be_text and not option else value
-        fits = fits and (bool(option) or value == given)
+        value = raw if isinstance(raw, str) and may_be_text and not option else value
+        fits = fits and (bool(option) or value == raw)
     except (ArgumentError, OverflowError):
         fits = False
     if not fits:
-        raise InvalidInputError(f"{where}: {name} must be {shown_type(key.type)}, got {given!r:.100}.")
+        raise InvalidInputError(f"{where}: {name} must be {shown_type(key.type)}, got {raw!r:.100}.")
     try:
         if name in ("method", "score.method") and value not in ("auto", None):
             as_method(value)
@@ -223,10 +224,10 @@ def _value(
     return value
 
 
-def _flat(given: Mapping[Any, Any], known: Collection[str], where: str) -> Iterator[tuple[str, Any]]:
+def _flat(settings: Mapping[Any, Any], names: Collection[str], where: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values. A section is split into its keys; other mappings are values."""
-    sections = {name.rpartition(".")[0] for name in known} - {""}
-    for name, value in given.items():
+    sections = {name.rpartition(".")[0] for name in names} - {""}
+    for name, value in settings.items():
         if name not in sections:
             yield str(name), value
         elif isinstance(value, Mapping):

@@ -64,11 +64,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in some arguments, by default those of the process, and return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given and given[0] in _WITH_CONFIG:
-            return _with_config(given[0], given[1:])
-        return _on_store(_parser().parse_args(given))
+        if argv and argv[0] in _WITH_CONFIG:
+            return _with_config(argv[0], argv[1:])
+        return _on_store(_parser().parse_args(argv))
     except TrakLiteError as error:
         _warn(f"{_PROGRAM}: {' '.join(str(error).splitlines())}\n")
         return _WRONG_USE
@@ -104,19 +104,19 @@ def _with_config(command: str, arguments: list[str]) -> int:
         raise InvalidInputError(
             f"{command} needs {error.name}, which is not installed. {installing('cli')}"
         ) from error
-    text, own = _WITH_CONFIG[command]
+    text, flags = _WITH_CONFIG[command]
     source = "STORE" if command in _OF_STORE else "CONFIG"
-    shown = "".join(f" [--{name} {_VALUES[name]}]" for name in own)
+    shown = "".join(f" [--{name} {_VALUES[name]}]" for name in flags)
     usage = f"{_PROGRAM} {command} ({source} | --from STORE){shown} [--key value ...]"
     if "--help" in arguments or "-h" in arguments:
         _say(help_text(usage, f"{text.capitalize()}.").rstrip("\n"))
         return 0
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options = list(_options(arguments if named is None else arguments[1:]))
-    given = {name: [text for option, text in options if option == name] for name in (*own, "from")}
-    options = [option for option in options if option[0] not in given]
-    last = {name: texts[-1] if texts else None for name, texts in given.items()}
-    where = conditions(given.get("where", ()))
+    flag_values = {name: [text for option, text in options if option == name] for name in (*flags, "from")}
+    options = [option for option in options if option[0] not in flag_values]
+    last = {name: texts[-1] if texts else None for name, texts in flag_values.items()}
+    where = conditions(flag_values.get("where", ()))
     origin = _source(command, named, last["from"], usage)
     config = read_config(origin, options, runs=command in COMMANDS)
     recorded = None if isinstance(origin, str) else origin
@@ -210,13 +210,13 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _interrupted(place: str | RemotePlace, arguments: Sequence[str]) -> str:
+def _interrupted(path: str | RemotePlace, arguments: Sequence[str]) -> str:
     """Return the message after Ctrl-C: the rows on disk, and the command that continues."""
     try:
-        with open_store(place) as store:
-            safe = [f"Stored in {place}:", *(f"  {line}" for line in done_lines(store))]
+        with open_store(path) as store:
+            safe = [f"Stored in {path}:", *(f"  {line}" for line in done_lines(store))]
     except MissingStoreError:
-        safe = [f"Nothing was written to {place} yet."]
+        safe = [f"Nothing was written to {path} yet."]
     again = f"To continue: {shlex.join([_PROGRAM, *arguments])}"
     return "\n".join(
         [f"\n{_PROGRAM}: interrupted. The same command continues at the first missing row.", *safe, again, ""]

@@ -67,17 +67,17 @@ class Recipe:
         Raises:
             InvalidInputError: If two functions have an argument of the same name with different types or defaults.
         """
-        found: dict[str, Key] = {}
+        keys: dict[str, Key] = {}
         for name, function in self.functions.items():
             for key in _keys(name, function):
-                known = found.setdefault(key.name, key)
-                if (known.type, known.default) != (key.type, key.default):
+                first = keys.setdefault(key.name, key)
+                if (first.type, first.default) != (key.type, key.default):
                     raise InvalidInputError(
                         f"{self.path}: {key.argument!r} of {name}() has another type or default than in another "
                         "function. Arguments with the same name are one key. Give them the same type and default, "
                         "or rename one."
                     )
-        return list(found.values())
+        return list(keys.values())
 
     def bound(self, name: str, arguments: Mapping[str, Any]) -> partial[Any] | None:
         """Return a function with the arguments that it accepts; ``None`` if the recipe does not define it."""
@@ -97,10 +97,10 @@ class Recipe:
         train = self.bound("train", arguments)
         if train is None:
             return None
-        own: Any = inspect.unwrap(train.func)
-        names = own.__code__.co_names if isinstance(own, FunctionType) else ()
-        known = own.__globals__ if names else {}
-        variables = {name: known[name] for name in names if name in known and not name.startswith("__")}
+        function: Any = inspect.unwrap(train.func)
+        names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+        scope = function.__globals__ if names else {}
+        variables = {name: scope[name] for name in names if name in scope and not name.startswith("__")}
         described = {SECTION: train.keywords, "global variables": variables}
         of_values = {
             part: {name: describe_source(value) for name, value in values.items()}
@@ -152,12 +152,12 @@ def load_recipe(path: Path) -> Recipe:
 def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) -> dict[str, Column]:
     """Return the columns of the train data that a recipe returns, of the rows that the config selects."""
     columns = recipe.bound("columns", arguments)
-    found = {} if columns is None else columns()
-    if not isinstance(found, dict):
+    values = {} if columns is None else columns()
+    if not isinstance(values, dict):
         raise InvalidInputError(
-            f"columns() of the recipe returned {type(found).__name__}. Expected a dict of values per name."
+            f"columns() of the recipe returned {type(values).__name__}. Expected a dict of values per name."
         )
-    whole = columns_of(found, len(train.dataset), "columns() of the recipe")
+    whole = columns_of(values, len(train.dataset), "columns() of the recipe")
     return {name: column.take(train.indices) for name, column in whole.items()}
 
 

@@ -76,9 +76,9 @@ class RunRecord:
         return f"The run stored in {self.where} used other versions: {'; '.join(other)}.\n" if other else ""
 
 
-def store_record_of_run(place: str | RemotePlace, record: RunRecord) -> None:
+def store_record_of_run(path: str | RemotePlace, record: RunRecord) -> None:
     """Append a record to those of a store, unless the last one differs only in its time."""
-    with open_store(place, "r+") as store:
+    with open_store(path, "r+") as store:
         records = stored_records(store)
         if records and replace(records[-1], time="", where="") == replace(record, time="", where=""):
             return
@@ -100,9 +100,9 @@ def stored_records(store: AbstractFeatureStore) -> list[RunRecord]:
         ) from error
 
 
-def last_record(place: str | RemotePlace) -> RunRecord | None:
+def last_record(path: str | RemotePlace) -> RunRecord | None:
     """Return the last record of a store, with the present path of the store; ``None`` if there is no record."""
-    with open_store(place) as store:
+    with open_store(path) as store:
         records = stored_records(store)
     # A store may have been moved since the run.
     return replace(records[-1], config={**records[-1].config, "path": records[-1].where}) if records else None
@@ -112,6 +112,7 @@ class _Content(NamedTuple):
     """What is shown of a table: rows done and in all, their bytes, and the name of the checkpoint."""
 
     path: str
+    is_complete: bool
     done: int
     total: int
     num_bytes: int
@@ -119,16 +120,16 @@ class _Content(NamedTuple):
     is_captured: bool
 
 
-def inspection(place: str | RemotePlace, *, every: bool = False) -> str:
+def inspection(path: str | RemotePlace, *, every: bool = False) -> str:
     """Return the content of the store at a path or address; more than eight alike are summed up, unless ``every``."""
-    with open_store(place) as store:
+    with open_store(path) as store:
         made_with, fingerprint = dict(store.manifest.made_with), dict(store.manifest.fingerprint)
         settings, parameters = made_with.pop("settings", {}), fingerprint.pop("parameters", None)
         entries, tables = store.entry_names(), _contents(store)
-        left = [table.path for table in tables if table.done < table.total]
+        left = [table.path for table in tables if not table.is_complete]
         scored = [path for path in all_score_paths(store) if path not in left]
         lines = [
-            f"{place}: a store of format {store.manifest.format}",
+            f"{path}: a store of format {store.manifest.format}",
             f"  {_line(stored_content(store))}",
             f"  {len(tables)} tables ({len(left) or 'none'} not finished), {len(entries)} entries",
             f"  rows: {_size(tables)}",
@@ -155,15 +156,17 @@ def done_lines(store: AbstractFeatureStore) -> Iterator[str]:
 
 
 def _contents(store: AbstractFeatureStore) -> list[_Content]:
-    found = []
+    contents = []
     for path in store.table_names():
         table = store.open_table(path)
         total = table.spec.num_rows
-        done = total if table.complete else int(table.done().sum())
+        is_complete = table.complete
+        done = total if is_complete else int(table.done().sum())
         name = store.attributes(path).get("name")
         is_captured = CAPTURED in table.spec.fingerprint
-        found.append(_Content(path, done, total, total * table.spec.row_bytes, name, is_captured))
-    return found
+        num_bytes = total * table.spec.row_bytes
+        contents.append(_Content(path, is_complete, done, total, num_bytes, name, is_captured))
+    return contents
 
 
 def _table_lines(tables: Sequence[_Content], *, every: bool) -> Iterator[str]:
@@ -179,14 +182,15 @@ def _table_lines(tables: Sequence[_Content], *, every: bool) -> Iterator[str]:
     for alike, group in groups.items():
         shown = group
         if len(group) > _MOST_LISTED:
-            shown = [table for table in group if table.done < table.total]
+            shown = [table for table in group if not table.is_complete]
             done, total = sum(table.done for table in group), sum(table.total for table in group)
             what = f"{len(group)} tables ({len(shown) or 'none'} not finished), {_size(group)}"
             listed.append((alike, f"{done:,} of {total:,} rows done, {what}"))
         for table in shown[:_MOST_LISTED]:
             of = "" if table.name is None else f", checkpoint {_json(table.name)}"
+            left = "" if table.is_complete or table.done < table.total else ", not committed yet"
             way = ", captured: each row has the weights of its step" if table.is_captured else ""
-            listed.append((table.path, f"{table.done} of {table.total} rows done{of}{way}"))
+            listed.append((table.path, f"{table.done} of {table.total} rows done{left}{of}{way}"))
     width = max((len(path) for path, _ in listed), default=0)
     yield from (f"{path:<{width}}  {text}" for path, text in listed)
     if not listed:
@@ -219,10 +223,10 @@ def _verdict_lines(store: AbstractFeatureStore, paths: Sequence[str], *, every: 
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
         entries = ScoreEntries(store, path)
-        found = [one for one in (entries.verdict(Verdict), entries.verdict(OneRunVerdict)) if one is not None]
+        tests = [one for one in (entries.verdict(Verdict), entries.verdict(OneRunVerdict)) if one is not None]
     except StoreError as error:
         return str(error)
-    return "\n".join(map(str, found)).replace("\n", "\n    ") or _NOT_TESTED
+    return "\n".join(map(str, tests)).replace("\n", "\n    ") or _NOT_TESTED
 
 
 def _run_lines(store: AbstractFeatureStore) -> Iterator[str]:

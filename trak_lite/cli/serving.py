@@ -56,17 +56,17 @@ def serve(config: RunConfig, port: str | None) -> Iterator[str]:
 
 def pages_of(config: RunConfig) -> Pages:
     """Return the pages of the store that a config names."""
-    place = config.path
-    with open_store(place) as store:
+    path = config.path
+    with open_store(path) as store:
         manifest, columns = store.manifest, stored_columns(store)
     num_rows = num_train_rows(manifest)
     if not num_rows:
-        raise StateError(f"{place} has no train rows. Featurize them first: trak-lite run CONFIG.")
+        raise StateError(f"{path} has no train rows. Featurize them first: trak-lite run CONFIG.")
     file = beside(config, ".marks.json", "marks.json")
     marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
     names = partial(_names, config)
     # A path would name folders and users of this machine on every page.
-    title = PurePosixPath(str(place)).name
+    title = PurePosixPath(str(path)).name
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))
     if config.recipe is None:
         sets = Sets(names, opener(config, manifest), columns, num_rows)
@@ -89,8 +89,8 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
         for kind, what in (("train", "the train data"), ("target", "the targets"))
     )
     with open_store(config.path) as store:
-        given = values["score"]["method"]
-        method = methods_of(config, store.manifest)(names[0]) if names else given  # that of the first page
+        default = values["score"]["method"]
+        method = methods_of(config, store.manifest)(names[0]) if names else default  # that of the first page
         chosen = attributor.method if method is None else as_method(method)
         return LiveModel(
             attributor,
@@ -117,8 +117,8 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
     for task in {config.values["score"]["task"], scores.settings.get("task")}:
         with contextlib.suppress(InvalidInputError, ManifestMismatchError, UnknownTaskError):
             run = live.attributor.scores(name, method=scores.method, task=task).run
-            found = run.target_identity(run.targets(live.targets))
-            if digest_of({key: stored.get(key) for key in found}) == digest_of(found):
+            identity = run.target_identity(run.targets(live.targets))
+            if digest_of({key: stored.get(key) for key in identity}) == digest_of(identity):
                 return run.target_task
     return None
 
@@ -126,5 +126,5 @@ def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> Abstr
 def _names(config: RunConfig) -> list[str]:
     """Return the names of the stored target sets, that of the config first."""
     with open_store(config.path) as store:
-        own, names = scored_names(store, own=True), scored_names(store)
-    return sorted(names, key=lambda name: (name != config.values["score"]["name"], name not in own, name))
+        first, names = scored_names(store, own=True), scored_names(store)
+    return sorted(names, key=lambda name: (name != config.values["score"]["name"], name not in first, name))

@@ -87,8 +87,8 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     kept = [(module, dict(module._buffers)) for module in modules]
 
     def put_back() -> None:
-        for module, own in kept:
-            _put_back(module._buffers, own, dict(module._buffers).keys() - own.keys())
+        for module, buffers in kept:
+            _put_back(module._buffers, buffers, dict(module._buffers).keys() - buffers.keys())
 
     return put_back
 
@@ -103,7 +103,7 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     modules = tuple(modules)
     put_back_buffers = buffers_kept(modules)
     kept = [(vars(module), vars(module).copy()) for module in modules]
-    values = [item for _, own in kept for item in own.items()]
+    values = [item for _, attributes in kept for item in attributes.items()]
     dicts = [
         (value, value.copy())
         for name, value in values
@@ -117,14 +117,14 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
         put_back_buffers()
         changed = [
             _put_back(
-                place, {name: own[name] for name in own.keys() - _OF_EVERY_MODULE}, place.keys() - own.keys()
+                live, {name: copy[name] for name in copy.keys() - _OF_EVERY_MODULE}, live.keys() - copy.keys()
             )
-            for place, own in kept
+            for live, copy in kept
         ]
-        changed += [_put_back(place, own, place.keys() - own.keys()) for place, own in dicts]
-        for place, own in inner:
-            if place != own and _parameters(place) == _parameters(own):
-                changed.append(_put_back(place, own, place.keys() - own.keys()))
+        changed += [_put_back(live, copy, live.keys() - copy.keys()) for live, copy in dicts]
+        for live, copy in inner:
+            if live != copy and _parameters(live) == _parameters(copy):
+                changed.append(_put_back(live, copy, live.keys() - copy.keys()))
         # The attribute may say that the hooks are there: Transformers adds some in the first pass, and would again.
         if any(changed):
             added.remove()
@@ -142,12 +142,12 @@ class StateBeforePass:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         # Layers of torch set nothing in eval mode, and are most of the modules.
-        own = [m for m in modules if m._modules or not type(m).__module__.startswith("torch.nn.")]
-        self._put_back = attributes_kept(own)
+        candidates = [m for m in modules if m._modules or not type(m).__module__.startswith("torch.nn.")]
+        self._put_back = attributes_kept(candidates)
         self._places = [
-            place for module in own for place in (module._buffers, module._modules) if _holds(place)
+            live for module in candidates for live in (module._buffers, module._modules) if _holds(live)
         ]
-        self._before: list[dict[str, Any]] = [place.copy() for place in self._places]
+        self._before: list[dict[str, Any]] = [live.copy() for live in self._places]
 
     def restore(self, always: bool = False) -> None:
         """Undo passes, after their backward pass, which may read what they set.
@@ -188,9 +188,9 @@ def remembering() -> Iterator[None]:
         _THREAD.remembers = before
 
 
-def _holds(place: Any) -> bool:
+def _holds(live: Any) -> bool:
     """Return whether buffers or submodules can be put back. Those of a scripted module are a copy in each access."""
-    return bool(place) and isinstance(place, dict)
+    return bool(live) and isinstance(live, dict)
 
 
 def _parameters(modules: Mapping[str, nn.Module | None]) -> set[int]:
@@ -208,15 +208,15 @@ class _AddedHooks:
         """Note the numbers that were given in a pass. Most are of tensors, or of hooks that are removed by now."""
         self._of_passes.append(numbers)
         if len(self._of_passes) > _MOST_PASSES:
-            there = {number for place in self._places() for number in place}
+            there = {number for hooks in self._places() for number in hooks}
             self._of_passes = [one for one in self._of_passes if any(number in one for number in there)]
 
     def remove(self) -> None:
         """Remove those that are there."""
         if self._of_passes:
-            for place in self._places():
-                for number in [one for one in place if any(one in numbers for numbers in self._of_passes)]:
-                    del place[number]
+            for hooks in self._places():
+                for number in [one for one in hooks if any(one in numbers for numbers in self._of_passes)]:
+                    del hooks[number]
         self._of_passes.clear()
 
     def _places(self) -> Iterator[dict[int, Any]]:
@@ -244,12 +244,12 @@ def hooks_noted() -> Iterator[None]:
                 added.note(range(first, RemovableHandle.next_id))
 
 
-def _put_back(place: Any, own: Mapping[Any, Any], new: Collection[Any]) -> bool:
-    """Remove new entries of a place, and put back those that were replaced or removed; return whether any was."""
+def _put_back(live: Any, copy: Mapping[Any, Any], new: Collection[Any]) -> bool:
+    """Remove new entries of a live dict, and put back those that were replaced or removed; return whether any was."""
     for name in new:
-        del place[name]
-    now = dict(place)
-    replaced = {name: value for name, value in own.items() if name not in now or now[name] is not value}
+        del live[name]
+    now = dict(live)
+    replaced = {name: value for name, value in copy.items() if name not in now or now[name] is not value}
     for name, value in replaced.items():
-        place[name] = value
+        live[name] = value
     return bool(new or replaced)

@@ -64,7 +64,7 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
         raise
     except OSError as error:
         refuse_machine_failure(error)
-        seen = f"{doing} {path} failed: {error.strerror or error}."
+        failure = f"{doing} {path} failed: {error.strerror or error}."
         if error.errno in _FULL:
             remedy = (
                 "Raise the limit of a file's size (ulimit -f)"
@@ -72,25 +72,25 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
                 else "Free some space"
             )
             raise StoreFullError(
-                f"{seen} The rows stay pending and the store is intact. {remedy} and put them again."
+                f"{failure} The rows stay pending and the store is intact. {remedy} and put them again."
             ) from error
         if error.errno in _READ_ONLY and _may_not_be_read(error.filename):
             raise StoreError(
-                f"{seen} Give this user the right to read {error.filename}, and open it again."
+                f"{failure} Give this user the right to read {error.filename}, and open it again."
             ) from error
         if error.errno in _READ_ONLY:
-            raise ReadOnlyStoreError(f"{seen} {READING_NEEDS_LESS}") from error
+            raise ReadOnlyStoreError(f"{failure} {READING_NEEDS_LESS}") from error
         if error.errno == errno.ELOOP:
             raise CorruptStoreError(
-                f"{seen} It is a symbolic link, which a store does not follow. Replace it by the file itself."
+                f"{failure} It is a symbolic link, which a store does not follow. Replace it by the file itself."
             ) from error
         if error.errno in _NO_PLAIN_FILE:
             raise CorruptStoreError(
-                f"{seen} Another kind of file is at the path of a file or folder of the store. Restore the right one, "
-                "or remove it."
+                f"{failure} Another kind of file is at the path of a file or folder of the store. Restore the right "
+                "one, or remove it."
             ) from error
         raise StoreError(
-            f"{seen} Rows not reported as done stay pending; check the disk, then run again."
+            f"{failure} Rows not reported as done stay pending; check the disk, then run again."
         ) from error
 
 
@@ -161,8 +161,8 @@ def open_file(path: str, flags: int) -> int:
     """
     with _parent(path) as (folder, name):
         with contextlib.suppress(FileNotFoundError):
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):  # opening some devices has effects
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode):  # opening some has effects
                 raise _no_plain_file(path)
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -250,10 +250,10 @@ def read_file(path: str, *, most: int, remedy: str) -> bytes:
         CorruptStoreError: If it has more than ``most`` bytes (``remedy`` says what helps), or is not a regular file.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
-        seen = os.fstat(file.fileno()).st_size
-        if seen > most:
-            raise CorruptStoreError(f"{path} has {seen} bytes, expected at most {most}. {remedy}")
-        return file.read(seen)
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CorruptStoreError(f"{path} has {size} bytes, expected at most {most}. {remedy}")
+        return file.read(size)
 
 
 def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
@@ -305,19 +305,19 @@ def _close_all(fds: list[int]) -> None:
 def stamp(path: str) -> tuple[int, ...]:
     """Return what differs if a file or folder is replaced or a file is written to; empty if it is missing."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_named(path: str, fd: int) -> bool:
     """Return whether ``path`` still refers to the open file."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return False
-    return os.path.samestat(found, os.fstat(fd))
+    return os.path.samestat(status, os.fstat(fd))
 
 
 @contextlib.contextmanager
@@ -431,10 +431,10 @@ def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.
     if size == 0:
         return np.empty(0, np.uint8)
     with opened_file(path, os.O_RDONLY) as fd:
-        found = os.fstat(fd)
-        if found.st_size < size:
-            raise CorruptStoreError(f"{path} has {found.st_size} bytes, expected {size}: it was truncated.")
-        if mapped is False or (mapped is None and is_network(found.st_dev)):
+        status = os.fstat(fd)
+        if status.st_size < size:
+            raise CorruptStoreError(f"{path} has {status.st_size} bytes, expected {size}: it was truncated.")
+        if mapped is False or (mapped is None and is_network(status.st_dev)):
             return _read(fd, path, size)
         pages = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     return np.frombuffer(pages, np.uint8, size)
@@ -456,14 +456,14 @@ def file_size(path: str, *, alone: bool = False) -> int | None:
         CorruptStoreError: If it is no regular file, or (``alone``: it is written to) has another name.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _no_plain_file(path)
-    if alone and found.st_nlink > 1:
+    if alone and status.st_nlink > 1:
         raise _shared_file(path)
-    return found.st_size
+    return status.st_size
 
 
 def _no_plain_file(path: str) -> CorruptStoreError:

@@ -31,10 +31,10 @@ def is_foreign(thing: Any) -> bool:
     The ``__module__`` attribute alone is not enough: a class made by ``type(...)`` may claim the module ``abc``.
     """
     module = str(getattr(thing, "__module__", None))
-    found: Any = sys.modules.get(module)
+    resolved: Any = sys.modules.get(module)
     for part in thing.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is thing and module.partition(".")[0] in FOREIGN
+        resolved = getattr(resolved, part, None)
+    return resolved is thing and module.partition(".")[0] in FOREIGN
 
 
 _FORMER_MODULES: Final = {

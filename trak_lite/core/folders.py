@@ -55,8 +55,8 @@ def scratch_folder(final: str) -> Iterator[str]:
     parent, name = os.path.split(final)
     prefix = f".{name}.new-"
     with os.scandir(parent) as entries:
-        found = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
-    for abandoned in filter(is_old, found):  # of killed creators, which lock theirs no longer
+        folders = [e.path for e in entries if e.name.startswith(prefix) and e.is_dir(follow_symlinks=False)]
+    for abandoned in filter(is_old, folders):  # of killed creators, which lock theirs no longer
         with _locked_if_free(abandoned) as free:
             if free:
                 remove_tree(abandoned, ignore_errors=True)  # another process may be removing it too

@@ -10,6 +10,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+_SHOWN = 200
+"""Characters of a list that is shown whole."""
+_MOST_SHOWN = 8
+"""Values of one that is not."""
 _DEEPEST = 128
 _MOST_BYTES = 64 << 20
 _MOST_VALUES = 1 << 21
@@ -29,6 +33,24 @@ def canonical_json(value: Any) -> str:
 def digest_of(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the canonical text of JSON values, in hex."""
     return hashlib.sha256(canonical_json(dict(values)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def shown(value: Any) -> str:
+    """Return a value as text; of a long list its first two values, their number and a digest.
+
+    Example:
+        >>> shown({"a": tuple(range(1000))})
+        "{'a': [0, 1, ... 1000 values, digest 3e726f1b]}"
+    """
+    text = repr(value) if isinstance(value, str) else str(value)
+    if len(text) <= _SHOWN or not isinstance(value, list | tuple | dict):
+        return text
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {shown(entry)}' for key, entry in value.items())}}}"
+    if len(value) <= _MOST_SHOWN:
+        return f"[{', '.join(map(shown, value))}]"
+    digest = hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:8]
+    return f"[{shown(value[0])}, {shown(value[1])}, ... {len(value)} values, digest {digest}]"
 
 
 def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:

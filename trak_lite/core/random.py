@@ -44,9 +44,9 @@ def mixed_int(number: int) -> int:
     return _signed(number ^ number >> 31)
 
 
-def shifted(numbers: Tensor, places: int) -> Tensor:
+def shifted(numbers: Tensor, bits: int) -> Tensor:
     """Return a logical shift to the right, as int64 has only one that copies the sign."""
-    return (numbers >> places) & ((1 << (64 - places)) - 1)
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def row_noise(

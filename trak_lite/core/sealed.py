@@ -29,9 +29,9 @@ def seal(path: str, what: str) -> None:
 
     ``what`` is the name of the content: a file that is read as another one has another checksum.
     """
-    place, digits = _seal_of(_mapped(path), what) or (0, b"")
+    offset, digits = _seal_of(_mapped(path), what) or (0, b"")
     with opened_file(_plain(path), os.O_WRONLY) as fd:
-        write_all(fd, digits, place)
+        write_all(fd, digits, offset)
         os.fsync(fd)
 
 
@@ -46,13 +46,13 @@ def sealed_content(path: str, what: str, *, required: bool = True, delete: str =
     """
     with named_errors("Reading", path):
         content = _mapped(path)
-    found = _seal_of(content, what)
-    if found is None and required:
+    checksum = _seal_of(content, what)
+    if checksum is None and required:
         raise CorruptStoreError(
             f"{path} has no checksum: it is damaged, or an earlier version of trak_lite wrote it. Delete {delete}, and "
             "make the call again."
         )
-    if found is not None and content[found[0] :][:8].tobytes() != found[1]:
+    if checksum is not None and content[checksum[0] :][:8].tobytes() != checksum[1]:
         raise CorruptStoreError(
             f"{path} does not match its checksum: it is damaged, or was exchanged. Delete {delete}, and make the "
             "call again."
@@ -76,8 +76,8 @@ def _seal_of(content: NDArray[np.uint8], what: str) -> tuple[int, bytes] | None:
     """Return the place of the checksum in a file and its right digits; ``None`` if the file has no checksum."""
     length = int.from_bytes(content[:8].tobytes(), "little")
     head = content if content[:1].tobytes() == b"{" else content[: 8 + length]  # no search through tensors
-    found = _SEAL.search(head.data)
-    if found is None:
+    match = _SEAL.search(head.data)
+    if match is None:
         return None
-    start, stop = found.span(1)
+    start, stop = match.span(1)
     return start, b"%08x" % crc32c(what.encode(), content[:start], BLANK.encode(), content[stop:])

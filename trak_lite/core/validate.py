@@ -79,14 +79,18 @@ def one_of(allowed: Collection[str], **named: object) -> str:
     raise UnknownNameError(f"{name} must be one of {sorted(allowed)}, got {value!r}.{hint}")
 
 
-def known_names(given: Iterable[str], allowed: Collection[str], *, what: str) -> list[str]:
+def known_names(argument: Iterable[str], allowed: Collection[str], *, what: str) -> list[str]:
     """Return the names as a list if all are allowed; else the message lists the unknown and the nearest known names."""
-    names = [given] if isinstance(given, str) else list(given)
+    names = [argument] if isinstance(argument, str) else list(argument)
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        known = list(allowed)
-        near = [match for name in unknown for match in difflib.get_close_matches(str(name), known, n=1)]
-        hint = f"Nearest known: {near}" if near else f"Known: {known[:10]}{' ...' if known[10:] else ''}"
+        choices = list(allowed)
+        near = [match for name in unknown for match in difflib.get_close_matches(str(name), choices, n=1)]
+        hint = (
+            f"Nearest known: {list(dict.fromkeys(near))}"
+            if near
+            else f"Known: {choices[:10]}{' ...' if choices[10:] else ''}"
+        )
         raise UnknownNameError(f"Unknown {what}: [{some_of(map(repr, unknown))}]. {hint}.")
     return names
 
@@ -125,8 +129,8 @@ def some_of(texts: Iterable[str]) -> str:
         >>> some_of(map(str, range(12)))
         '0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more'
     """
-    found = list(texts)
-    return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    listed = list(texts)
+    return ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def map_tensors(
         if type(batch) is list or type(batch) is tuple:
             return parts if isinstance(batch, list) else tuple(parts)
         # A named tuple takes its fields as separate arguments.
-        from_list = (lambda given: type(batch)(*given)) if hasattr(batch, "_fields") else type(batch)
+        from_list = (lambda fields: type(batch)(*fields)) if hasattr(batch, "_fields") else type(batch)
         made = _remade(batch, batch, parts, from_list, walk)
         is_same = made is not None and len(made) == len(parts)
         plain = parts if isinstance(batch, list) else tuple(parts)
@@ -116,9 +116,9 @@ def map_tensors(
 
 def with_fields(batch: Any, **values: Any) -> Any:
     """Return a dataclass with other values of some fields."""
-    own = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
+    args = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.init}
     return _remade(
-        batch, own, {**own, **values}, functools.partial(dataclasses.replace, batch), lambda value: value
+        batch, args, {**args, **values}, functools.partial(dataclasses.replace, batch), lambda value: value
     )
 
 
@@ -151,28 +151,30 @@ def _cached_properties(kind: type) -> frozenset[str]:
     return frozenset(name for name, value in members if isinstance(value, functools.cached_property))
 
 
-def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: Callable[[Any], Any]) -> Any:
-    """Return a container of the class of a batch that holds ``parts`` in place of ``own``; ``None`` if that fails.
+def _remade(
+    batch: Any, entries: Any, parts: Any, build: Callable[..., Any], walk: Callable[[Any], Any]
+) -> Any:
+    """Return a container of the class of a batch that holds ``parts`` in place of ``entries``; ``None`` if that fails.
 
     Attributes that ``build`` computes from the parts are new. It may change what it is given (a scale that is divided),
     so the others are taken from the batch: those that it would not compute from the batch's own parts.
     """
     has_fields = dataclasses.is_dataclass(batch) and not isinstance(batch, Mapping)
     if has_fields:
-        beside = {name: value for name, value in _attributes(batch).items() if name not in own}
+        beside = {name: value for name, value in _attributes(batch).items() if name not in entries}
     else:
         beside = attributes_beside(batch)
     try:
         made, again = build(**parts) if has_fields else build(parts), None
         changed = [name for name in parts if getattr(made, name) is not parts[name]] if has_fields else []
-        found = _attributes(made) if changed or beside else {}
+        attributes = _attributes(made) if changed or beside else {}
         for name in (*changed, *beside):
-            value = beside[name] if name in beside else own[name]
-            now = found.get(name, _MISSING)
+            value = beside[name] if name in beside else entries[name]
+            now = attributes.get(name, _MISSING)
             if now is value or (_may_be_cache(batch, name, value) and (now is None or now is _MISSING)):
                 continue
             if again is None:
-                again = _attributes(build(**own) if has_fields else build(own))
+                again = _attributes(build(**entries) if has_fields else build(entries))
             computed = again.get(name, _MISSING)
             # What all containers share is not computed from their parts, and may have no values to compare.
             is_shared = computed is _MISSING or (computed is now and type(value).__eq__ is _IDENTITY)
@@ -182,7 +184,7 @@ def _remade(batch: Any, own: Any, parts: Any, build: Callable[..., Any], walk: C
         raise
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
-        return _copied(batch, parts, {**own, **beside} if has_fields else beside, walk)
+        return _copied(batch, parts, {**entries, **beside} if has_fields else beside, walk)
     return made
 
 
@@ -199,10 +201,10 @@ def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[
         made = object.__new__(type(batch)) if has_fields else copy.copy(batch)
         if made is batch:
             return None
-        for place, part in (
+        for key, part in (
             () if has_fields else parts.items() if isinstance(batch, Mapping) else enumerate(parts)
         ):
-            made[place] = part
+            made[key] = part
         for name, value in attributes.items():
             object.__setattr__(made, name, parts[name] if has_fields and name in parts else walk(value))
     except InvalidInputError:
@@ -277,20 +279,20 @@ class ColumnMarks:
                 _refuse_shared(leaves, flatten_batch(one)[0])
                 _refuse_lists(batch, one, size)
             of_one = [] if one is None else _sized(one)
-            known = len(of_one) == len(sized)
+            comparable = len(of_one) == len(sized)
             self._places = frozenset(
-                place
-                for place, value in enumerate(sized)
-                if len(value) == size and (not known or len(of_one[place]) == 1)
+                index
+                for index, value in enumerate(sized)
+                if len(value) == size and (not comparable or len(of_one[index]) == 1)
             )
         # Of one sample alone, what has one entry counts as a column.
-        places = range(len(sized)) if self._places is None else self._places
-        if not places:
+        indices = range(len(sized)) if self._places is None else self._places
+        if not indices:
             return batch
-        place = itertools.count()
+        counter = itertools.count()
 
         def mark(value: Any) -> Any:
-            if not _is_sized(value) or next(place) not in places or len(value) != size:
+            if not _is_sized(value) or next(counter) not in indices or len(value) != size:
                 return value
             if isinstance(value, np.ndarray):
                 return value.view(ArrayColumn)
@@ -323,7 +325,7 @@ def _refuse_shared(leaves: Sequence[Tensor], of_one: Sequence[Tensor]) -> None:
     size = len(leaves[0])
     if len(leaves) != len(of_one):  # a collate function may leave parts out
         return
-    shared = [leaf for leaf, own in zip(leaves, of_one, strict=True) if leaf.shape == own.shape]
+    shared = [leaf for leaf, single in zip(leaves, of_one, strict=True) if leaf.shape == single.shape]
     if shared:
         raise InvalidInputError(
             f"The batch of {size} samples holds a tensor of shape {tuple(shared[0].shape)}, and so does a batch of one "
@@ -339,7 +341,7 @@ def _entries(value: Any, name: str) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f"{name}.{f.name}": getattr(value, f.name, None) for f in dataclasses.fields(value)}
     if isinstance(value, tuple | list) and _holds_tensors(value):
-        return {f"{name}[{place}]": entry for place, entry in enumerate(value)}
+        return {f"{name}[{index}]": entry for index, entry in enumerate(value)}
     return None
 
 
@@ -371,7 +373,7 @@ def columns_of(batch: Batch) -> list[Any]:
 
 def undivided(batch: Batch) -> list[str]:
     """Return the names of what has as many entries as samples, and is not divided with them: text, bytes, a deque."""
-    size, found = next((len(leaf) for leaf in flatten_batch(batch)[0]), 0), list[str]()
+    size, names = next((len(leaf) for leaf in flatten_batch(batch)[0]), 0), list[str]()
 
     def walk(value: Any, name: str) -> None:
         entries = _entries(value, name)
@@ -381,12 +383,12 @@ def undivided(batch: Batch) -> list[str]:
         elif not isinstance(value, Tensor) and not is_column(value):
             try:
                 if len(value) == size > 1:
-                    found.append(f"{name} ({type(value).__name__})")
+                    names.append(f"{name} ({type(value).__name__})")
             except Exception as error:  # a class without a length
                 refuse_signal(error)
 
     walk(batch, "batch")
-    return found
+    return names
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
@@ -400,13 +402,13 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
         replacement = iter(tensors)
 
         def put(tensor: Tensor) -> Tensor:
-            found = next(replacement, None) if tensor.dim() else tensor
-            if found is None:  # a copy without the constructor has more tensors than the entries
+            leaf = next(replacement, None) if tensor.dim() else tensor
+            if leaf is None:  # a copy without the constructor has more tensors than the entries
                 raise UnsupportedModelError(
                     f"{type(batch).__name__}, the class of a batch, cannot be made of other tensors: its constructor "
                     "refuses them. Let it take tensors of any values."
                 )
-            return found
+            return leaf
 
         return map_tensors(put, batch)
 
@@ -457,17 +459,17 @@ def _values(batch: Batch) -> list[Any]:
     Raises:
         InvalidInputError: If the constructor of a container changes a tensor in place, to other values each time.
     """
-    found: list[Any] = []
+    values: list[Any] = []
     versions: list[tuple[Tensor, int]] = []
 
     def note(value: Any) -> Any:
-        found.append(value)
+        values.append(value)
         return value
 
     def note_tensor(tensor: Tensor) -> Tensor:
         if not tensor.is_inference():
             versions.append((tensor, tensor._version))
-        found.append(tensor)
+        values.append(tensor)
         return tensor
 
     map_tensors(note_tensor, batch, note)
@@ -487,7 +489,7 @@ def _values(batch: Batch) -> list[Any]:
                 "taken from the batch. Let it make a new tensor (self.x = self.x / 255), or change the tensor in "
                 "collate."
             )
-    return found
+    return values
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -47,20 +47,20 @@ class Column:
         A missing value (None, pandas' NA, or NaN among texts) is the label ``"None"`` of texts and booleans, and NaN of
         numbers. Integers that would change in float64, the type of numbers of several types, are refused.
         """
-        given = _array_of(values, what)
-        if given.shape != (count,):
+        labels = _array_of(values, what)
+        if labels.shape != (count,):
             raise InvalidInputError(
-                f"{what} must hold one label for each of {count}, got an array of shape {given.shape}."
+                f"{what} must hold one label for each of {count}, got an array of shape {labels.shape}."
             )
-        given = _with_missing_labels(given, what)
+        labels = _with_missing_labels(labels, what)
         try:
-            distinct, places = np.unique(given, return_inverse=True)
+            distinct, inverse = np.unique(labels, return_inverse=True)
         except TypeError as error:
             raise InvalidInputError(
                 f"The labels in {what} are of several types, which cannot be sorted ({error}). Use one type, such as "
                 "strings."
             ) from error
-        return cls(short_texts(distinct), places.astype(np.int64))
+        return cls(short_texts(distinct), inverse.astype(np.int64))
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -90,15 +90,15 @@ class Column:
 
         A text matches a number that it shows (``"1"`` and 1.0), and a date its text in ISO 8601.
         """
-        found, kind = np.zeros(len(self.labels), np.bool_), self.labels.dtype.kind
+        mask, kind = np.zeros(len(self.labels), np.bool_), self.labels.dtype.kind
         if kind not in "iuf":  # texts of numbers are compared as numbers, as there may be millions
             wanted = {label_text(value) for value in values}
-            found |= np.array([text in wanted for text in self.texts], np.bool_)
+            mask |= np.array([text in wanted for text in self.texts], np.bool_)
         for value in values if kind in _NUMBERS else ():
             number = _number(value, float if kind == "f" else int)
             if number is not None:
-                found |= np.isnan(self.labels) if number != number else _equal(self.labels, number)
-        return found[self.places]
+                mask |= np.isnan(self.labels) if number != number else _equal(self.labels, number)
+        return mask[self.places]
 
 
 def label_text(label: Any) -> str:
@@ -169,9 +169,9 @@ def wanted_rows(where: Where, columns: Mapping[str, Column], num_rows: int) -> N
     if not mask.any():
         if not isinstance(where, Mapping):
             raise InvalidInputError("No train row is wanted: where is a mask without True.")
-        known = {name: columns[name].texts[:_MOST_SHOWN] for name in where}
+        examples = {name: columns[name].texts[:_MOST_SHOWN] for name in where}
         raise InvalidInputError(
-            f"No train row satisfies where={dict(where)!r:.200}. Values of these columns include {known!r:.400}."
+            f"No train row satisfies where={dict(where)!r:.200}. Values of these columns include {examples!r:.400}."
         )
     return mask
 
@@ -180,12 +180,12 @@ def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows
     """Return a weight per row, ``(N,)``: the given ones, or those in the column of a name."""
     if isinstance(weights, str):
         require_columns([weights], columns)
-    given = columns[weights].values if isinstance(weights, str) else np.asarray(weights)
-    if given.shape != (num_rows,) or given.dtype.kind not in _NUMBERS or not np.isfinite(given).all():
+    array = columns[weights].values if isinstance(weights, str) else np.asarray(weights)
+    if array.shape != (num_rows,) or array.dtype.kind not in _NUMBERS or not np.isfinite(array).all():
         raise InvalidInputError(
-            f"weights must be {num_rows} finite numbers, one per train row, got {given.dtype} of shape {given.shape}."
+            f"weights must be {num_rows} finite numbers, one per train row, got {array.dtype} of shape {array.shape}."
         )
-    return given.astype(np.float64)
+    return array.astype(np.float64)
 
 
 def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None:
@@ -201,9 +201,9 @@ def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None
 
 def _names(data: Any) -> Iterable[Any] | None:
     """Return the names of the columns of some data, ``None`` if they have none."""
-    own = data.keys() if isinstance(data, Mapping) else None
-    found = (getattr(data, kind, None) for kind in ("column_names", "columns"))
-    return next((names for names in found if names is not None), own)
+    keys = data.keys() if isinstance(data, Mapping) else None
+    attributes = (getattr(data, kind, None) for kind in ("column_names", "columns"))
+    return next((names for names in attributes if names is not None), keys)
 
 
 def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
@@ -211,20 +211,20 @@ def _array_of(values: ArrayLike, what: str) -> NDArray[Any]:
 
     In an array of texts each has the size of the longest, and NULs at its end are lost.
     """
-    given: Any = values
+    entries: Any = values
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        given = list(values)
-    has_texts = isinstance(given, list) and any(isinstance(value, str | bytes) for value in given)
+        entries = list(values)
+    has_texts = isinstance(entries, list) and any(isinstance(value, str | bytes) for value in entries)
     try:
-        array = np.asarray(given, object if has_texts else None)
+        array = np.asarray(entries, object if has_texts else None)
     except ValueError as error:
         raise InvalidInputError(
             f"{what} must hold one label for each row, got lists ({error}). Leave it out, such as with "
             "dataset.select_columns(names)."
         ) from error
-    are_floats = "float" in str(getattr(given, "dtype", "")).lower()  # not a list, nor integers with a mask
+    are_floats = "float" in str(getattr(entries, "dtype", "")).lower()  # not a list, nor integers with a mask
     if array.dtype.kind == "f" and array.ndim == 1 and not are_floats and (np.abs(array) >= _INEXACT).any():
-        _require_kept_integers(given, what)
+        _require_kept_integers(entries, what)
     return array
 
 
@@ -239,23 +239,24 @@ def _require_kept_integers(values: Iterable[Any], what: str) -> None:
             )
 
 
-def _with_missing_labels(given: NDArray[Any], what: str) -> NDArray[Any]:
+def _with_missing_labels(labels: NDArray[Any], what: str) -> NDArray[Any]:
     """Return labels in which missing values have a label of the type of the others, so that they can be sorted."""
-    if given.dtype != object:
-        return given
+    if labels.dtype != object:
+        return labels
     na = _not_available()
-    missing = np.array([v is None or v is na or (isinstance(v, float) and v != v) for v in given])
-    kinds = {type(value) for value in given[~missing]}
+    scalars = (v.item() if isinstance(v, np.generic) and v.dtype.kind in "biufU" else v for v in labels)
+    plain = np.fromiter(scalars, object, len(labels))
+    missing = np.array([v is None or v is na or (isinstance(v, float) and v != v) for v in plain])
+    kinds = {type(value) for value in plain[~missing]}
     if not missing.any():
-        return given
+        return labels
     if kinds <= {str} or kinds == {bool}:
-        filled = given.copy()
-        filled[~missing], filled[missing] = [str(value) for value in given[~missing]], str(None)
-        return filled
+        plain[~missing], plain[missing] = [str(value) for value in plain[~missing]], str(None)
+        return plain
     if not kinds <= {int, float}:
-        return given
-    _require_kept_integers([v for v in given if type(v) is int and abs(v) >= _INEXACT], what)
-    return np.where(missing, np.nan, given).astype(np.float64)
+        return labels
+    _require_kept_integers([v for v in plain if type(v) is int and abs(v) >= _INEXACT], what)
+    return np.where(missing, np.nan, plain).astype(np.float64)
 
 
 def short_texts(labels: NDArray[Any]) -> NDArray[Any]:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from trak_lite.data.batches import (
     rows_in_batches,
     take_rows,
 )
-from trak_lite.errors import InvalidInputError, refuse_machine_failure
+from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
 from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ class Rows(_AsTheyAre):
             collate: Turns a list of samples into a batch; ``None`` uses the loader's, or torch's default.
             name: Name that identifies the data. Data with the same name are treated as the same, and no sample is
                 loaded to compare them. With ``None``, data are identified by a digest of up to 64 samples (of all
-                samples in a ``TensorDataset``) and, for a custom ``collate``, of each sample collated on its own.
+                samples in a ``TensorDataset``, or of the first ones with ``indices=range(n)``) and, for a custom
+                ``collate``, of each sample collated on its own.
             what: Name of the data in messages.
 
         Raises:
@@ -241,24 +243,26 @@ class Rows(_AsTheyAre):
         for start in range(0, count, _DIGESTED_ROWS):
             rows = np.arange(start, min(start + _DIGESTED_ROWS, count))
             order.update(self._in_dataset(rows).astype("<i8").tobytes())
-        found: dict[str, Any] = {"num_rows": count, "indices": order.hexdigest()}
+        identity: dict[str, Any] = {"num_rows": count, "indices": order.hexdigest()}
         if self.name is not None:
-            return {**found, "id": self.name}
-        if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
-            tensors = self.dataset.tensors
-            in_order = self._indices is None
-            found["tensors"] = _digest(tuple(t[:num_rows] for t in tensors) if in_order else tensors)
+            return {**identity, "id": self.name}
         plain = type(self.dataset) is TensorDataset
+        if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
+            chosen = self._indices
+            num_hashed = num_rows if chosen is None else None
+            if plain and chosen is not None and np.array_equal(chosen[:count], np.arange(count)):
+                num_hashed = count  # as if there were no other rows
+            identity["tensors"] = _digest(tuple(tensor[:num_hashed] for tensor in self.dataset.tensors))
         if plain and self.collate is default_collate:
-            return found
+            return identity
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
         samples = _loaded(self.dataset, self._in_dataset(probed).tolist(), self.what)
         if not plain:
-            found["samples"] = _digest(samples)
+            identity["samples"] = _digest(samples)
         if self.collate is not default_collate:
             # Collate one by one: padding depends on the other samples of a batch, and these on the batch size.
-            found["collated"] = _digest([self.collate([sample]) for sample in samples])
-        return found
+            identity["collated"] = _digest([self.collate([sample]) for sample in samples])
+        return identity
 
     def _in_dataset(self, rows: RowNumbers) -> RowNumbers:
         return rows if self._indices is None else self._indices[rows]
@@ -270,11 +274,11 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
     ``batch_size`` and ``collate`` count where the data define none.
     """
     is_rows = isinstance(data, Rows)
-    given, indices, own_size, own_collate = data._given if is_rows else (data, None, None, None)
-    if own_size is None and not isinstance(given, DataLoader):
+    source, indices, own_size, own_collate = data._given if is_rows else (data, None, None, None)
+    if own_size is None and not isinstance(source, DataLoader):
         own_size = batch_size
     return Rows(
-        given,
+        source,
         indices=indices,
         batch_size=own_size,
         collate=own_collate or collate,
@@ -403,14 +407,17 @@ def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
             "a default, or raise an error that says what is missing."
         ) from error
     except Exception as error:
+        # By torch's default collate function.
+        is_ragged = re.search("(to be|be of) equal size", str(error)) and not isinstance(
+            error, InvalidInputError
+        )
+        if len(indices) > 1 and is_ragged:
+            raise InvalidInputError(
+                f"The {samples} of {what} have different lengths ({summary(error):.200}). Expected a collate function "
+                "that pads them: collate=..., or a DataLoader with collate_fn=... as data, which the functions of a "
+                "recipe may return; trak_lite.pad_documents pads the tokens of texts."
+            ) from error
         error.add_note(f"Raised while {doing}.")
-        if "to be equal size" in str(error) or "be of equal size" in str(
-            error
-        ):  # of torch's default collate function
-            error.add_note(
-                "Samples of different lengths need a collate function that pads them: collate=..., or a DataLoader "
-                "with collate_fn=... as data, which the functions of a recipe may return."
-            )
         raise
 
 
@@ -493,17 +500,17 @@ def _are_columns(dataset: Any) -> bool:
 
 def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -> RowNumbers:
     """Return indices into a dataset as an array."""
-    given = np.asarray(indices)
-    if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
+    numbers = np.asarray(indices)
+    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
         raise InvalidInputError(
-            f"indices must be a list of integers, got shape {given.shape} of {given.dtype}."
+            f"indices must be a list of integers, got shape {numbers.shape} of {numbers.dtype}."
         )
-    outside = given[(given < 0) | (given >= size)]
+    outside = numbers[(numbers < 0) | (numbers >= size)]
     if outside.size:
         raise InvalidInputError(
             f"indices of {what} hold {outside[:5].tolist()}, but it has rows 0 to {size - 1}. Use indices inside it."
         )
-    return given.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 def _digest(value: Any) -> str:
@@ -597,9 +604,9 @@ class HeldRows(_AsTheyAre):
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield each list of rows in the plan with a copy of its samples; all rows must be held."""
-        places = {row: place for place, row in enumerate(self.held.tolist())}
+        position_of = {row: position for position, row in enumerate(self.held.tolist())}
         for rows in plan:
-            yield rows, take_rows(self.batch, [places[row] for row in rows.tolist()])
+            yield rows, take_rows(self.batch, [position_of[row] for row in rows.tolist()])
 
 
 def every_nth(count: int, most: int) -> slice:

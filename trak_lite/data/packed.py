@@ -143,18 +143,18 @@ class Documents(Dataset[dict[str, Any]]):
     def _spans(self, row: Any, number: int, borders: str | None) -> NDArray[np.int64]:
         """Return row, place, start and stop of the documents of a packed row that are kept, ``(n, 4)``."""
         where = f"Packed row {number}"
-        found = list(row) if isinstance(row, Mapping) else []
-        name = borders or next((name for name in BORDERS if name in found), None)
-        if "input_ids" not in found or name is None or name not in found:
+        names = list(row) if isinstance(row, Mapping) else []
+        name = borders or next((name for name in BORDERS if name in names), None)
+        if "input_ids" not in names or name is None or name not in names:
             raise InvalidInputError(
-                f"{where} is a {type(row).__name__} with the columns {found}. Expected input_ids and {name or BORDERS} "
+                f"{where} is a {type(row).__name__} with the columns {names}. Expected input_ids and {name or BORDERS} "
                 "with the borders of its documents. Rows without borders, such as those of TRL's "
                 "packing_strategy='wrapped', are texts of their own: featurize them as they are."
             )
         columns = token_columns(row)
         length = len(columns["input_ids"])
         for column in ("input_ids", "labels", "attention_mask"):
-            if column in found and np.ndim(columns.get(column, 0)) != 1:
+            if column in names and np.ndim(columns.get(column, 0)) != 1:
                 raise InvalidInputError(
                     f"{where}: {column} has shape {tuple(np.shape(row[column]))}, and input_ids "
                     f"{tuple(np.shape(row['input_ids']))}. Expected one number per token, (T,) or (1, T)."
@@ -177,13 +177,13 @@ class Documents(Dataset[dict[str, Any]]):
         start, stop = edges[:-1], edges[1:]
         of_documents = numbers[start] >= 0
         start, stop = start[of_documents], stop[of_documents]
-        place = numbers[start]
-        if len(np.unique(place)) < len(place):
+        index = numbers[start]
+        if len(np.unique(index)) < len(index):
             raise InvalidInputError(
                 f"{where} has tokens with attention_mask 0 or seq_idx below 0 inside a document. Expected padding "
                 "before or after documents only."
             )
-        spans = np.stack([np.full_like(place, number), place, start, stop], 1)
+        spans = np.stack([np.full_like(index, number), index, start, stop], 1)
         kept = spans[[bool((labels[a + self.shift : b] != _IGNORED).any()) for *_, a, b in spans]]
         self._left_out += len(spans) - len(kept)
         if "position_ids" in columns:
@@ -199,9 +199,9 @@ def token_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     columns = {}
     for name, values in row.items():
         if isinstance(values, list | tuple) or np.ndim(values):
-            found = values[0] if joined and _is_joined(values) else values
-            if len(found) == length:
-                columns[name] = found
+            entries = values[0] if joined and _is_joined(values) else values
+            if len(entries) == length:
+                columns[name] = entries
     return columns
 
 
@@ -224,13 +224,13 @@ def pad_documents(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         InvalidInputError: If samples have no ``input_ids``.
     """
     if "input_ids" not in list(samples[0]):
-        found = (
+        kind = (
             f"the columns {list(samples[0])}"
             if isinstance(samples[0], Mapping)
             else type(samples[0]).__name__
         )
         raise InvalidInputError(
-            f"pad_documents pads samples with the column input_ids, and got {found}. Of other samples, such as pairs "
+            f"pad_documents pads samples with the column input_ids, and got {kind}. Of other samples, such as pairs "
             "of answers, pass Rows(pairs, collate=...) with a collate function of their own."
         )
     columns = {name: [_tensor(sample[name]) for sample in samples] for name in samples[0]}
@@ -260,29 +260,29 @@ def _refuse_rest(labelled: NDArray[np.int64], what: str, numbers: NDArray[np.int
         )
 
 
-def _document_numbers(name: str, given: NDArray[Any], length: int, where: str) -> NDArray[np.int64]:
+def _document_numbers(name: str, borders: NDArray[Any], length: int, where: str) -> NDArray[np.int64]:
     """Return the number of each token's document in a packed row, -1 for padding, ``(T,)``."""
-    numbers, given_text = np.full(length, -1, np.int64), f"{given.tolist()!s:.80}"
-    has_integers = given.dtype.kind in "iu" or not given.size
-    given = given.astype(np.int64) if has_integers else given[:0]
+    numbers, text = np.full(length, -1, np.int64), f"{borders.tolist()!s:.80}"
+    has_integers = borders.dtype.kind in "iu" or not borders.size
+    borders = borders.astype(np.int64) if has_integers else borders[:0]
     if name in _PER_TOKEN:
         expected = f"{length} integers, one per token"
-        is_valid = len(given) == length
+        is_valid = len(borders) == length
         if is_valid:
             step = int(name == "position_ids")
-            numbers = (np.diff(given, prepend=given[:1] - step) != step).cumsum()
-            numbers[given < 0] = -1
+            numbers = (np.diff(borders, prepend=borders[:1] - step) != step).cumsum()
+            numbers[borders < 0] = -1
     else:
-        lengths = given if name == "seq_lengths" else np.diff(given)
+        lengths = borders if name == "seq_lengths" else np.diff(borders)
         expected = f"lengths of documents with a sum of at most {length}, the number of tokens"
         is_valid = has_integers and bool((lengths >= 0).all() and lengths.sum() <= length)
         if name != "seq_lengths":
             expected = (
                 f"integers that begin with 0, do not fall and end at most at {length}, the number of tokens"
             )
-            is_valid &= given[:1].tolist() == [0]
+            is_valid &= borders[:1].tolist() == [0]
         if is_valid:
             numbers[: lengths.sum()] = np.repeat(np.arange(len(lengths)), lengths)
     if not is_valid:
-        raise InvalidInputError(f"{where}: {name} is {given_text}. Expected {expected}.")
+        raise InvalidInputError(f"{where}: {name} is {text}. Expected {expected}.")
     return numbers

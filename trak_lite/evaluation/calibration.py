@@ -70,14 +70,14 @@ def _errors(parts: Array, y: Array, prior: Array, across: Literal["subsets", "ta
     everything = np.arange(y.shape[len(before)])
     errors = np.zeros(len(_PENALTIES))
     for left_out in everything:
-        others, own = (*before, everything != left_out), (*before, left_out)
+        others, held_out = (*before, everything != left_out), (*before, left_out)
         path = _ridge_path(parts[:, *others], y[others], prior)
         # A subset is compared with the mean of the other subsets, a target with its own mean over subsets.
         if across == "subsets":
             mean, mean_parts = y[others].mean(axis=0), parts[:, *others].mean(axis=1)
         else:
-            mean, mean_parts = y[own].mean(), parts[:, *own].mean(axis=1, keepdims=True)
-        errors += ((y[own] - mean - path @ (parts[:, *own] - mean_parts)) ** 2).sum(axis=1)
+            mean, mean_parts = y[held_out].mean(), parts[:, *held_out].mean(axis=1, keepdims=True)
+        errors += ((y[held_out] - mean - path @ (parts[:, *held_out] - mean_parts)) ** 2).sum(axis=1)
     return errors
 
 

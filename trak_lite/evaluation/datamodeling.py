@@ -107,7 +107,7 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
         )
     num_seeds = values.shape[1]
     subsets, targets = np.ones(len(values)), np.ones(values.shape[2])
-    ranks = (_ranked_outputs([], values[:, place]).deviations(subsets) for place in range(num_seeds))
+    ranks = (_ranked_outputs([], values[:, seed]).deviations(subsets) for seed in range(num_seeds))
     # Both orders: a target that is constant for one seed counts only as the prediction.
     pairs = itertools.permutations(ranks, 2)
     between = float(np.mean([_mean(_correlations(*pair, subsets), targets) for pair in pairs]))
@@ -198,14 +198,14 @@ def linear_datamodeling_score(
         >>> linear_datamodeling_score([[1.0], [2.0]], masks, [[0.1], [0.4], [0.9]]).mean
         1.0
     """
-    ((found,), _) = compared_scores(
+    ((score,), _) = compared_scores(
         [_predictions(scores, masks)],
         outputs,
         num_resamples=num_resamples,
         seed=seed,
         confidence=confidence,
     )
-    return found
+    return score
 
 
 def compare_datamodeling_scores(
@@ -236,14 +236,14 @@ def compare_datamodeling_scores(
         InvalidInputError: If shapes do not fit, there are fewer than 2 subsets, or every target is constant.
         NonFiniteError: If a score or an output is NaN or infinite.
     """
-    (_, (found,)) = compared_scores(
+    (_, (difference,)) = compared_scores(
         [_predictions(scores, masks) for scores in (first, second)],
         outputs,
         num_resamples=num_resamples,
         seed=seed,
         confidence=confidence,
     )
-    return found
+    return difference
 
 
 def compared_scores(
@@ -262,15 +262,15 @@ def compared_scores(
     actual, ranked = _ranked_outputs(predictions, outputs), [_Ranked(one) for one in predictions]
 
     def correlations(subsets: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-        own = actual.deviations(subsets)
-        return [_correlations(one.deviations(subsets), own, subsets) for one in ranked]
+        deviations = actual.deviations(subsets)
+        return [_correlations(one.deviations(subsets), deviations, subsets) for one in ranked]
 
     def means(subsets: NDArray[np.float64], targets: NDArray[np.float64]) -> list[float]:
         first, *others = correlations(subsets)
         return [_mean(one, targets) for one in (first, *others, *(first - other for other in others))]
 
     num_subsets = len(predictions[0])
-    found = _bootstrapped(
+    estimates = _bootstrapped(
         means,
         predictions[0].shape,
         _permuted_deviations(ranked, actual, num_subsets),
@@ -279,12 +279,12 @@ def compared_scores(
         confidence=confidence,
     )
     scores = []
-    for (mean, (low, high)), per_target in zip(found, correlations(np.ones(num_subsets)), strict=False):
+    for (mean, (low, high)), per_target in zip(estimates, correlations(np.ones(num_subsets)), strict=False):
         interval, num_constant = (max(low, -1.0), min(high, 1.0)), int(np.isnan(per_target).sum())
         scores.append(
             LinearDatamodelingScore(mean, per_target, interval, confidence, num_subsets, num_constant)
         )
-    return scores, [ScoreDifference(*one, confidence) for one in found[len(scores) :]]
+    return scores, [ScoreDifference(*one, confidence) for one in estimates[len(scores) :]]
 
 
 def leave_one_out_correlation(
@@ -385,18 +385,18 @@ def _bootstrapped(
         statistics(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))
         for _ in range(positive_int(num_resamples=num_resamples))
     ]
-    found: list[tuple[float, tuple[float, float]]] = []
+    estimates: list[tuple[float, tuple[float, float]]] = []
     means = statistics(*map(np.ones, shape))
     for mean, drawn, by_chance in zip(means, zip(*draws, strict=True), permuted, strict=True):
         if shape[0] < FEWEST_SUBSETS:
-            found.append((mean, (-2.0, 2.0)))
+            estimates.append((mean, (-2.0, 2.0)))
             continue
         there = [value for value in drawn if not math.isnan(value)]  # NaN if one subset is drawn S times
         half = quantile * float(np.std(there)) if there else 0.0
         if half < 1e-9 or half < abs(mean) <= quantile * by_chance:
             half = quantile * by_chance
-        found.append((mean, (mean - half, mean + half)))
-    return found
+        estimates.append((mean, (mean - half, mean + half)))
+    return estimates
 
 
 def _correlations(

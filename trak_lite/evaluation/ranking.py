@@ -68,8 +68,8 @@ def precision_at(k: int, scores: ArrayLike, labels: ArrayLike) -> float:
         raise InvalidInputError(f"k must be at most the number of scores, {len(values)}, got {k}.")
     cut = np.partition(values, len(values) - k)[len(values) - k]
     above, tied = values > cut, values == cut
-    places = k - int(above.sum())
-    return float((positive[above].sum() + places * positive[tied].mean()) / k)
+    slots = k - int(above.sum())
+    return float((positive[above].sum() + slots * positive[tied].mean()) / k)
 
 
 @final

@@ -56,15 +56,15 @@ def subset_masks(
     possible = math.prod(math.comb(len(group), count) for group, count in zip(groups, sizes, strict=True))
     rng = np.random.default_rng(seed)
     masks = np.zeros((num_subsets, num_rows), np.bool_)
-    seen: set[bytes] = set()
+    drawn: set[bytes] = set()
     for mask in masks:
-        if len(seen) == possible:
-            seen.clear()  # all subsets were drawn: restart, so that all occur about equally often
-        while not mask.any() or np.packbits(mask).tobytes() in seen:
+        if len(drawn) == possible:
+            drawn.clear()  # all subsets were drawn: restart, so that all occur about equally often
+        while not mask.any() or np.packbits(mask).tobytes() in drawn:
             mask[:] = False
             for group, count in zip(groups, sizes, strict=True):
                 mask[rng.permutation(group)[:count]] = True
-        seen.add(np.packbits(mask).tobytes())
+        drawn.add(np.packbits(mask).tobytes())
     return masks
 
 
@@ -193,7 +193,7 @@ def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDA
     missing = numbers[(numbers < 0) | (numbers >= num_rows)]
     if len(missing):
         raise InvalidInputError(
-            f"rows must be among the rows 0 to {num_rows - 1}, got {missing[:5].tolist()} of {len(numbers)}."
+            f"rows must be among the rows 0 to {num_rows - 1}, got {missing[:5].tolist()}."
         )
     return numbers.astype(np.int64)
 

@@ -149,7 +149,7 @@ class Trials:
         """
         changes = [values - values.mean(axis=0) for values in (np.asarray(summed), np.asarray(retrained))]
         count, num_targets = changes[0].shape
-        predicted, measured = (found * (count / (count - 1)) for found in changes)
+        predicted, measured = (change * (count / (count - 1)) for change in changes)
         unknown, deviation = np.full(num_targets, np.nan), changes[0].std(axis=0, ddof=1)
         standard = changes[0] / np.where(deviation > 0, deviation, 1.0)
         shares = np.full(count, 1.0 - alpha)
@@ -237,17 +237,17 @@ class Trials:
         """
         asked, sums = finite_array(predicted, "predicted"), finite_array(standard, "standard")
         concentration = float(concentration_of(sums))
-        found = EffectInterval(asked.copy(), np.full(asked.shape, np.inf), np.zeros(asked.shape))
+        interval = EffectInterval(asked.copy(), np.full(asked.shape, np.inf), np.zeros(asked.shape))
         bins = np.rint(np.arcsinh(sums) / _TARGET_WIDTH)
         for value in np.unique(bins if target is None else bins[target]):
             here = bins == value
             centre = float(np.sinh(value * _TARGET_WIDTH))
             weights = self.weights_for(share, concentration, centre, level)
-            found.similar[here] = weights.sum()
+            interval.similar[here] = weights.sum()
             if weights.sum() >= coverage(level=level) / (1.0 - level):
                 pair = self._calibrated(asked[here], share, weights, level)
-                found.predicted[here], found.half_width[here] = pair
-        return found
+                interval.predicted[here], interval.half_width[here] = pair
+        return interval
 
     def _calibrated(self, asked: Array, share: float, weights: Array, level: float) -> tuple[Array, Array]:
         """Return predictions and half-widths of some targets, from weights ``(J, M)``."""
@@ -324,11 +324,11 @@ def standardised_sum(predicted: Array, count: int, num_rows: int, mean: Array, d
         deviation: ``(M,)`` standard deviation of the scores over train rows; where it is 0, so is the result.
     """
     spread = deviation * np.sqrt(count * max(1.0 - count / num_rows, 1.0 / num_rows))
-    found: Array = np.where(spread > 0, predicted + count * mean, 0.0) / np.where(spread > 0, spread, 1.0)
-    return found
+    sums: Array = np.where(spread > 0, predicted + count * mean, 0.0) / np.where(spread > 0, spread, 1.0)
+    return sums
 
 
 def concentration_of(standard: Array) -> Array:
     """Return the root mean square over targets of standardised sums, at least 1e-3."""
-    found: Array = np.maximum(np.sqrt(np.mean(np.square(standard), axis=-1)), 1e-3)
-    return found
+    concentration: Array = np.maximum(np.sqrt(np.mean(np.square(standard), axis=-1)), 1e-3)
+    return concentration

@@ -40,9 +40,9 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, found: LinearDatamodelingScore | ScoreDifference) -> Self:
+    def of(cls, score: LinearDatamodelingScore | ScoreDifference) -> Self:
         """Return the mean and the interval of a score."""
-        return cls(found.mean, *found.interval)
+        return cls(score.mean, *score.interval)
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -112,8 +112,8 @@ class _Stored:
             KeyError: If a value is missing.
             TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
         """
-        found: Self = _read(cls, values)
-        return found
+        verdict: Self = _read(cls, values)
+        return verdict
 
 
 @final
@@ -158,15 +158,15 @@ class Verdict(_Stored):
                 "checkpoints."
             )
         ahead = [one.name for one in self.baselines if one.lead.low <= 0]
-        found = "The scores predict retraining"
+        claim = "The scores predict retraining"
         if any(one.lead.high < 0 for one in self.baselines):
             better = next(one.name for one in self.baselines if one.lead.high < 0)
-            return f"{found}, but {better} does so better: use it, or another method."
+            return f"{claim}, but {better} does so better: use it, or another method."
         if ahead:
-            return f"{found}, without a proven lead over {' and '.join(ahead)}: use more subsets (budget=)."
+            return f"{claim}, without a proven lead over {' and '.join(ahead)}: use more subsets (budget=)."
         lead = " better than every baseline" if self.baselines else ""
         return (
-            f"{found}{lead}: act on sets of rows. The LDS is about sums over many rows; scores.reliability() tells for "
+            f"{claim}{lead}: act on sets of rows. The LDS is about sums over many rows; scores.reliability() tells for "
             "which targets single rows can be relied on."
         )
 
@@ -218,14 +218,14 @@ class OneRunVerdict(_Stored):
             f"the same run (seed and order) without random rows, {self.num_subsets} subsets each, {self.num_targets} "
             f"targets, metasmoothness {self.metasmoothness:.3f} ({self.confidence:.0%} intervals)"
         ]
-        lines += [f"{_percent(share)} left out: LDS {found}" for share, found in self.lds]
+        lines += [f"{_percent(share)} left out: LDS {lds}" for share, lds in self.lds]
         return printable("\n".join(lines))
 
     def _repr_html_(self) -> str:
         return _html(
             "LDS, the same run",
             ("left out", "LDS"),
-            [(_percent(share), str(found)) for share, found in self.lds],
+            [(_percent(share), str(lds)) for share, lds in self.lds],
             notes=[str(self).partition("\n")[0]],
         )
 

@@ -39,11 +39,11 @@ from trak_lite.parallel.ranks import num_ranks
 from trak_lite.run.tables import (
     CAPTURED,
     GRADIENT_NORM,
+    capture_path,
     capture_tables,
     checkpoint_path,
     checkpoint_tables,
     model_id_for,
-    path_of,
 )
 from trak_lite.store import TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
@@ -129,8 +129,8 @@ class Capture:
                 f"The capture {self.name!r} has ended. Call it inside the block of attributor.capture, and begin "
                 "another one, with another name, for another epoch."
             )
-        given = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
-        numbers = checked_indices(given, len(self._rows), self._rows.what)
+        positions = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
+        numbers = checked_indices(positions, len(self._rows), self._rows.what)
         batch = self._marks.marked(batch)
         borders = [name for name in BORDERS if name in batch] if isinstance(batch, Mapping) else []
         if borders and len(numbers) > 1 and len(batch.get("input_ids", ())) == 1:
@@ -171,14 +171,14 @@ class Capture:
                 with_norms=any(column.name == GRADIENT_NORM for column in self._spec.columns),
             )
             try:
-                found = passes.compute(numbers, batch, to_come)
+                computed = passes.compute(numbers, batch, to_come)
             except UnsupportedModelError as error:
                 if isinstance(error, SelfCheckError) and error.rows:
                     raise
                 computer.load_model_params(run.model)  # the plan may be that of other weights
-                found = passes.compute(numbers, batch, to_come)
+                computed = passes.compute(numbers, batch, to_come)
             is_measured = settings.modules is not None and len(self._sums) < 2
-            copy = HostRows(found, self._rounded, is_measured=is_measured)
+            copy = HostRows(computed, self._rounded, is_measured=is_measured)
             copy.put(self.put, numbers, self._rows.what)
             self._sums += [] if copy.sums is None else [copy.sums]
 
@@ -292,7 +292,7 @@ class Capture:
                 store = workspace.created()
                 self._model_id = model_id_for("", checkpoint_tables(store), store)
                 checkpoint = checkpoint_path(self._model_id)
-                path = path_of(CAPTURED, self.name, checkpoint)
+                path = capture_path(self.name, checkpoint)
                 store.create_table(path, self._spec, {NEEDED_UNTIL: checkpoint})
                 self._path = path
 
@@ -304,8 +304,8 @@ class Capture:
             with naming_rows(run.model, settings.task, batch, numbers, self._rows.what):
                 computer = settings.choose_computer(batch)
         computer, count = settings.computer() if computer is None else computer, count + 1
-        own = isinstance(computer, AbstractStreamingComputer)  # others may hold copies of the weights
-        if not own or (count <= _SETTLED_AFTER and is_scheduled(count)):
+        streams = isinstance(computer, AbstractStreamingComputer)  # others may hold copies of the weights
+        if not streams or (count <= _SETTLED_AFTER and is_scheduled(count)):
             computer.confirm()
             computer.load_model_params(run.model)
         run.capturing = computer, count

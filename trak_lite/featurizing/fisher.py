@@ -118,9 +118,9 @@ class FisherFits:
         if self.has(path):
             return False
         try:
-            known = self.store.table_names(fisher_folder(path))
+            names = self.store.table_names(fisher_folder(path))
             drawn, gram = (
-                self.store.open_table(name) if name in known else None for name in self._paths(path)
+                self.store.open_table(name) if name in names else None for name in self._paths(path)
             )
             table = gram or drawn
             return table is None or table.complete or has_free_rows(table)
@@ -223,22 +223,22 @@ class FisherFits:
         self, rows: Tensor, wanted: RowNumbers, drawn: AbstractRowTable, segment: Segment
     ) -> None:
         """Add the rows of a segment's gram matrix of drawn features that are among ``wanted`` to ``rows``."""
-        places = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
-        if not len(places):
+        index = np.flatnonzero((wanted >= segment.start) & (wanted < segment.stop))
+        if not len(index):
             return
         device = rows.device
-        columns = wanted[places] - segment.start
+        columns = wanted[index] - segment.start
         for _, block in drawn.blocks(FEATURES):
             for start in range(0, len(block), _PRODUCT_ROWS):
                 part = as_tensor(block[start : start + _PRODUCT_ROWS, segment.start : segment.stop], device)
-                for first in range(0, len(places), _PANEL):
+                for first in range(0, len(index), _PANEL):
                     panel = columns[first : first + _PANEL]
                     begin, stop = int(panel[0]), int(panel[-1]) + 1
-                    own = part[:, begin:stop]
+                    selected = part[:, begin:stop]
                     if stop - begin > len(panel):  # other processes compute the rows between
-                        own = own[:, torch.from_numpy(panel - begin).to(device)]
+                        selected = selected[:, torch.from_numpy(panel - begin).to(device)]
                     with full_float32(device):
-                        rows[places[first] : places[first] + len(panel), :stop] += own.T @ part[:, :stop]
+                        rows[index[first] : index[first] + len(panel), :stop] += selected.T @ part[:, :stop]
 
     @property
     def _record(self) -> dict[str, Any]:
@@ -305,13 +305,13 @@ class DrawnRows:
 
     def numbers(self, rows: RowNumbers) -> RowNumbers:
         """Return the train rows of some drawn samples."""
-        group, size, place = self._places(rows)
-        return self._chosen[group * self.at_once + place % size]
+        group, size, position = self._places(rows)
+        return self._chosen[group * self.at_once + position % size]
 
     def _places(self, rows: RowNumbers) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the groups of some drawn samples, how many train rows each has, and the places in the groups."""
-        group, place = np.divmod(rows, self.at_once * self.draws)
-        return group, np.minimum(self.at_once, len(self._chosen) - group * self.at_once), place
+        """Return the groups of some drawn samples, how many train rows each has, and the positions in the groups."""
+        group, position = np.divmod(rows, self.at_once * self.draws)
+        return group, np.minimum(self.at_once, len(self._chosen) - group * self.at_once), position
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield every list of rows in the plan with its batch; labels are those of the data."""
@@ -334,13 +334,13 @@ class DrawnRows:
 
         If the next batches have the same train rows, their labels are drawn too, with the same pass of the model.
         """
-        numbers, (_, size, place) = self.numbers(rows), self._places(rows)
-        draws = place // size
+        numbers, (_, size, position) = self.numbers(rows), self._places(rows)
+        draws = position // size
         key = numbers.tobytes(), draws.tobytes()
         if key in self._drawn:
             return self._drawn.pop(key)
         call, step = _RepeatedCall(self.model), len(rows) // int(size[0])
-        repeats = self.draws_ahead and place[0] % size[0] == 0 and len(rows) == step * size[0]
+        repeats = self.draws_ahead and position[0] % size[0] == 0 and len(rows) == step * size[0]
         self._drawn.clear()
         for ahead in range(0, self.draws - int(draws.max()) if repeats else 1, max(step, 1)):
             noise = row_noise(numbers, seed=self.seed, draw=draws + ahead)
@@ -377,9 +377,9 @@ class _RepeatedCall(ModelCall):
             if structure == before and not is_written and all(map(_is_same, leaves, last)):
                 return outputs
         outputs = super().__call__(*args, **kwargs)
-        known = _versions(outputs)
+        output_versions = _versions(outputs)
         state = list(map(_state_of, leaves))
-        self._last = None if known is None else (leaves, structure, state, outputs, known)
+        self._last = None if output_versions is None else (leaves, structure, state, outputs, output_versions)
         return outputs
 
 

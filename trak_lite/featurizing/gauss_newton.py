@@ -126,8 +126,8 @@ class CurvatureProducts:
                 for start in range(0, len(vectors), step):
                     part = slice(start, start + step)
                     named = by_name(vectors[part], self.parameters)
-                    found = self._products(outputs, outputs.in_own_dtypes(named))
-                    whole = [found[name].reshape(len(vectors[part]), -1) for name in self.parameters]
+                    products = self._products(outputs, outputs.in_own_dtypes(named))
+                    whole = [products[name].reshape(len(vectors[part]), -1) for name in self.parameters]
                     total[part] += torch.cat(whole, 1)
         except (TrakLiteError, torch.OutOfMemoryError):
             raise
@@ -156,10 +156,10 @@ class CurvatureProducts:
                 )
                 self._forward_mode = False
         tangents = outputs.forward if self._forward_mode else outputs.twice_backward
-        found: Named = vmap(
+        products: Named = vmap(
             lambda vector: outputs.backward(outputs.curved(tangents(vector))), randomness="same"
         )(vectors)
-        return {name: part.detach() for name, part in found.items()}
+        return {name: part.detach() for name, part in products.items()}
 
 
 @final
@@ -199,9 +199,9 @@ class _ModelOutputs:
             f = self._replayed(tuple(constant))
             if not f.requires_grad:
                 return
-            found = torch.autograd.grad(f.sum(), list(self._kept.values()), allow_unused=True)
+            gradients = torch.autograd.grad(f.sum(), list(self._kept.values()), allow_unused=True)
         beside = [
-            name for name, part in zip(self._kept, found, strict=True) if part is not None and part.any()
+            name for name, part in zip(self._kept, gradients, strict=True) if part is not None and part.any()
         ]
         if beside:
             raise UnsupportedModelError(
@@ -223,8 +223,8 @@ class _ModelOutputs:
 
     def forward(self, vector: Named) -> Outputs:
         """Return J v by forward-mode differentiation."""
-        found: Outputs = jvp(self._outputs, (self._values,), (vector,))[1]
-        return found
+        tangents: Outputs = jvp(self._outputs, (self._values,), (vector,))[1]
+        return tangents
 
     def twice_backward(self, vector: Named) -> Outputs:
         """Return J v as the derivative of u -> J^T u, which is linear."""

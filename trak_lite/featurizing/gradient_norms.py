@@ -111,9 +111,9 @@ def _factored_norms(block: FactoredBlock) -> tuple[Tensor, tuple[Tensor, Factore
     with full_float32(x.device):  # also if the gradients are computed in TF32
         if positions * (d_in + d_out) >= 2 * d_in * d_out:
             return (g.transpose(1, 2) @ x).square().sum((1, 2)), None
-        found = ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2))
+        squares = ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2))
     largest = (g.norm(dim=2) * x.norm(dim=2)).sum(1).square()
-    return found, (found < _CANCELLED * largest, block)
+    return squares, (squares < _CANCELLED * largest, block)
 
 
 def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def sums_by_row(block: LookupBlock) -> tuple[Tensor, Tensor]:
     values = precise(block.values).gather(1, order.unsqueeze(2).expand_as(block.values))
     new = torch.ones_like(rows, dtype=torch.bool)
     new[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    place = new.cumsum(1) - 1  # index of each row among the distinct rows of its sample
-    first = torch.arange(len(place), device=place.device).unsqueeze(1) * place.shape[1]
-    sums = add_at_(torch.zeros_like(values).flatten(0, 1), 0, (first + place).flatten(), values.flatten(0, 1))
-    return torch.zeros_like(rows).scatter_(1, place, rows), sums.view_as(values)
+    index = new.cumsum(1) - 1  # index of each row among the distinct rows of its sample
+    first = torch.arange(len(index), device=index.device).unsqueeze(1) * index.shape[1]
+    sums = add_at_(torch.zeros_like(values).flatten(0, 1), 0, (first + index).flatten(), values.flatten(0, 1))
+    return torch.zeros_like(rows).scatter_(1, index, rows), sums.view_as(values)

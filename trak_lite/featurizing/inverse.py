@@ -79,8 +79,8 @@ class InverseCurvature:
         )
 
         def features() -> Tensor:
-            found = by_name(self.solve(whole.features()).gradients, parameters)
-            return project_named(projector, found, model_id)
+            gradients = by_name(self.solve(whole.features()).gradients, parameters)
+            return project_named(projector, gradients, model_id)
 
         return Accumulator(whole.add, features)
 
@@ -167,7 +167,7 @@ class InverseCurvature:
         """Return the solutions of :func:`~trak_lite.featurizing.solvers.conjugate_gradients`."""
         damped, right, num_rows = self._system(gradients)
         wanted = spread_rows(num_rows, method.max_rows)
-        found, convergence = conjugate_gradients(
+        solutions, convergence = conjugate_gradients(
             lambda vectors: damped(vectors, wanted),
             lambda vectors: self.precondition(vectors).gradients,
             right,
@@ -175,7 +175,7 @@ class InverseCurvature:
             max_iterations=method.max_iterations,
         )
         self._report(convergence, method.tolerance, "max_iterations")
-        return Solution(found, convergence)
+        return Solution(solutions, convergence)
 
     def neumann_series(self, method: LiSSA, gradients: Tensor) -> Solution:
         """Return the solutions of :func:`~trak_lite.featurizing.solvers.neumann_series`."""
@@ -195,19 +195,19 @@ class InverseCurvature:
         def estimated(vectors: Tensor) -> Tensor:
             return damped(vectors, np.sort(drawn.permutation(num_rows)[:count]))
 
-        found = torch.zeros_like(right)
+        solutions = torch.zeros_like(right)
         for _ in range(method.repeats):
-            found += neumann_series(estimated, right, scale=scale, depth=method.depth) / method.repeats
-        if not bool(found.isfinite().all()):
+            solutions += neumann_series(estimated, right, scale=scale, depth=method.depth) / method.repeats
+        if not bool(solutions.isfinite().all()):
             raise NonFiniteError(
                 f"LiSSA diverged at scale={scale:.3g}. Use a larger scale, more rows per step, or CG."
             )
         norms = row_norms(right)
-        residual = row_norms(right - whole(found)) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+        residual = row_norms(right - whole(solutions)) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
         iterations = np.full(len(right), method.depth * method.repeats)
         convergence = Convergence(iterations, residual.cpu().double().numpy())
         self._report(convergence, _LISSA_RESIDUAL, "depth, rows or scale")
-        return Solution(found, convergence)
+        return Solution(solutions, convergence)
 
     def _report(self, convergence: Convergence, tolerance: float, remedy: str) -> None:
         iterations, residuals = convergence.iterations, convergence.residuals

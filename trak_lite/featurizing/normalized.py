@@ -154,8 +154,8 @@ class RowNormalizer:
         held.arrived = 0
         while held.blocks:  # each block is freed after the sink took it
             block = held.blocks.pop(0)
-            own = factors[block.start : block.start + block.num_samples]
-            sink(block.scaled(own))
+            scales = factors[block.start : block.start + block.num_samples]
+            sink(block.scaled(scales))
 
 
 @dataclass(slots=True)

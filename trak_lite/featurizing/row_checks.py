@@ -9,10 +9,12 @@ Shapes: B samples of a batch, n rows that are compared, K feature width.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
@@ -71,6 +73,9 @@ _DRAWN: Final = "with drawn labels, "
 _OF_FIT: Final = (*OutputTerms._fields, *(f"{_DRAWN}{name}" for name in OutputTerms._fields))
 """What of a train row is noted beside a fit."""
 
+_NOT_NAMED: Final = ("torch", "trak_lite", "contextlib")
+"""Packages whose lines are not named in an error of the model or the task."""
+
 Values = Mapping[str, NDArray[Any]]
 
 
@@ -78,12 +83,12 @@ Values = Mapping[str, NDArray[Any]]
 def naming_rows(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
 ) -> Iterator[None]:
-    """Name the dataset's row in an error about a sample, and the tensors in an error of the model itself.
+    """Name the dataset's row in an error about a sample, and the tensors in an error of the model or the task.
 
     The model and the task run inside the block on a batch, whose samples are ``rows`` ``(B,)`` of the dataset ``what``.
 
     Raises:
-        InvalidInputError: If the model raises an error, which becomes the cause.
+        InvalidInputError: If the model or the task raises an error, which becomes the cause.
         UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
             batch.
     """
@@ -109,16 +114,30 @@ def _naming_rows(
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         leaves, _ = flatten_batch(batch)
-        seen = ", ".join(
+        shapes = ", ".join(
             f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
             for leaf in leaves
         )
         first = next(iter(str(error).splitlines()), "")
         raise InvalidInputError(
-            f"{class_of(model).__name__} failed on a batch of {what} (rows {_some(rows)}) with tensors {seen}: "
+            f"{_failed(error, model, task)} failed on a batch of {what} (rows {_some(rows)}) with tensors {shapes}: "
             f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
             "and that the task passes them as the model expects."
         ) from error
+
+
+def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> str:
+    """Return whether the model or the task raised an error, with the last line outside torch and this package."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    codes = {frame.f_code for frame, _ in frames}
+    is_of_model = nn.Module._call_impl.__code__ in codes
+    is_of_task = getattr(type(task).evaluate, "__code__", None) in codes and not is_of_model
+    lines = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in frames
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_NAMED
+    ]
+    return f"{'The task' if is_of_task else class_of(model).__name__}{lines[-1] if lines else ''}"
 
 
 @contextmanager
@@ -229,19 +248,19 @@ def done_rows(
     for chunk in np.flatnonzero(table.pending_by_chunk() < sizes).tolist():
         if chunk in without:
             continue
-        found, values = table.read_done(chunk)
-        if len(found):
-            chosen = _spread(np.arange(len(found)), PROBED_ROWS)
+        rows, values = table.read_done(chunk)
+        if len(rows):
+            chosen = _spread(np.arange(len(rows)), PROBED_ROWS)
             some = {name: column[chosen] for name, column in values.items()}
-            return DoneRows(found[chosen], some, table.spec.columns)
+            return DoneRows(rows[chosen], some, table.spec.columns)
     return None
 
 
 def rounding_of(model: nn.Module, device: torch.device) -> float:
     """Return the allowed relative difference between two computations of a row."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype in _ROUNDING}
-    found = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
-    return max(found, _REDUCED) if device.type != "cpu" and dtypes != {torch.float64} else found
+    rounding = max((_ROUNDING[dtype] for dtype in dtypes), default=_ROUNDING[torch.float32])
+    return max(rounding, _REDUCED) if device.type != "cpu" and dtypes != {torch.float64} else rounding
 
 
 def differences(
@@ -255,18 +274,18 @@ def differences(
     errors = _errors(stored, computed)
     suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))
     differing: dict[int, list[str]] = {}
-    for place in suspects.tolist():
-        row = {name: values[place : place + 1] for name, values in computed.values.items()}
+    for index in suspects.tolist():
+        row = {name: values[index : index + 1] for name, values in computed.values.items()}
         # As if it were stored without rounding.
         unrounded = tuple(replace(column, dtype="float32") for column in stored.columns)
-        noise = _errors(DoneRows(stored.rows[place : place + 1], row, unrounded), alone(place))
+        noise = _errors(DoneRows(stored.rows[index : index + 1], row, unrounded), alone(index))
         wrong = [
-            _difference(name, float(error[place]), stored, computed, place)
+            _difference(name, float(error[index]), stored, computed, index)
             for name, error in errors.items()
-            if not error[place] <= max(rounding, min(_NOISE_FACTOR * float(noise[name][0]), _MOST_NOISE))
+            if not error[index] <= max(rounding, min(_NOISE_FACTOR * float(noise[name][0]), _MOST_NOISE))
         ]
         if wrong:
-            differing[place] = wrong
+            differing[index] = wrong
     return differing
 
 
@@ -329,16 +348,16 @@ def compared_terms(
     def terms(numbers: RowNumbers, batch: Batch) -> NDArray[np.float64]:
         call = ModelCall(model)
         with torch.enable_grad(), passes_undone(model), full_float32(device):
-            found = [*task.evaluate(call, batch)]
+            values = [*task.evaluate(call, batch)]
             if seed is not None:
                 with torch.no_grad():
                     drawn = task.sample_labels(call, batch, row_noise(numbers, seed=seed, draw=0))
-                found += task.evaluate(call, drawn)
-        return torch.stack([term.detach().cpu().double() for term in found]).numpy()
+                values += task.evaluate(call, drawn)
+        return torch.stack([term.detach().cpu().double() for term in values]).numpy()
 
-    def alone(place: int) -> Computed:
-        group, at = divmod(place, len(plan[0]))
-        return named(terms(wanted[place : place + 1], take_rows(batches[group], [at])))
+    def alone(index: int) -> Computed:
+        group, at = divmod(index, len(plan[0]))
+        return named(terms(wanted[index : index + 1], take_rows(batches[group], [at])))
 
     def named(values: NDArray[np.float64]) -> Computed:
         return Computed(dict(zip(_OF_FIT, values, strict=False)), values[0])
@@ -357,9 +376,9 @@ def compared_terms(
     # Rounding moves some of the labels of a text, and perhaps the only one of a sample.
     drawn = differing_in(columns[3:], max(rounding, _MOST_MOVED)) if seed is not None else {}
     if differing := differing or (drawn if len(drawn) > 1 else {}):
-        place, quantities = next(iter(differing.items()))
+        index, quantities = next(iter(differing.items()))
         raise ManifestMismatchError(
-            f"{label}: row {wanted[place]} of {rows.what} differs from what it was when the stored fit was made: "
+            f"{label}: row {wanted[index]} of {rows.what} differs from what it was when the stored fit was made: "
             f"{', '.join(quantities)} (allowed rounding: {rounding:g}; {len(differing)} of {len(wanted)} compared rows "
             "differ). Something that the fit depends on has changed: the samples, the model's code, attributes or "
             "unsaved buffers, the task, or how it draws labels. Undo the change, use another path, or give the method "
@@ -370,26 +389,26 @@ def compared_terms(
 
 def _spread(rows: RowNumbers, most: int) -> RowNumbers:
     """Return at most ``most`` evenly spread rows, with the first and the last one."""
-    places = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
-    return rows[np.unique(places)]
+    indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
+    return rows[np.unique(indices)]
 
 
 def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float64]]:
     """Return, per column, the relative difference ``(n,)`` of every row beyond the rounding of storage."""
     curvature = np.abs(np.asarray(stored.values.get("loss_curvature", 0.0), np.float64))
     slack = _SCALAR_ROUNDING * (1 + np.abs(computed.outputs.astype(np.float64))) * (1 + curvature)
-    found = {}
+    errors = {}
     for column in stored.columns:
         if column.name not in computed.values:
             continue
         there = stored.values[column.name].astype(np.float64)
         here = computed.values[column.name].astype(np.float64)
         if column.width is not None:
-            found[column.name] = _row_errors(there, here, column)
+            errors[column.name] = _row_errors(there, here, column)
             continue
         size = np.maximum(np.abs(there), np.sqrt(np.mean(there**2)))
-        found[column.name] = _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
-    return found
+        errors[column.name] = _ratio(np.maximum(np.abs(here - there) - slack, 0.0), size)
+    return errors
 
 
 def _row_errors(there: NDArray[np.float64], here: NDArray[np.float64], column: Column) -> NDArray[np.float64]:
@@ -413,8 +432,8 @@ def _ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.
     return np.divide(part, whole, out=np.where(part > 0, np.inf, 0.0), where=whole > 0)
 
 
-def _difference(name: str, error: float, stored: DoneRows, computed: Computed, place: int) -> str:
-    there, here = stored.values[name][place], computed.values[name][place]
+def _difference(name: str, error: float, stored: DoneRows, computed: Computed, index: int) -> str:
+    there, here = stored.values[name][index], computed.values[name][index]
     if np.ndim(there):
         norms = np.linalg.norm(np.asarray(there, np.float64)), np.linalg.norm(np.asarray(here, np.float64))
         return f"{name} by {error:.2g} of their norm (norm {norms[0]:.4g} there, {norms[1]:.4g} here)"

@@ -246,7 +246,7 @@ class RowPass:
         ``num_left`` returns the number of rows that are not done, asked before each batch; ``turn`` the context of a
         pass.
         """
-        found: ComputedRows | None = None
+        computed: ComputedRows | None = None
         complete = False
         try:
             for wanted, batch in self.rows.batches(plan):
@@ -257,25 +257,25 @@ class RowPass:
                     )
                 to_come = max(0, num_left() - len(wanted)) / self.rows.batch_size
                 with turn():
-                    found = self.compute(wanted, batch, to_come)
+                    computed = self.compute(wanted, batch, to_come)
                 rows = self.rows
-                is_whole = not is_sharded(found.computer.model)
+                is_whole = not is_sharded(computed.computer.model)
                 if is_whole and isinstance(rows, Rows) and rows.is_to_look_at():
-                    rows.may_pad = rows.may_pad and not self._look_at_padding(wanted, found)
-                    self._look_at_cache(found)
-                yield wanted, found
+                    rows.may_pad = rows.may_pad and not self._look_at_padding(wanted, computed)
+                    self._look_at_cache(computed)
+                yield wanted, computed
             complete = True
         finally:
-            if found is not None:
-                found.computer.confirm(complete)
+            if computed is not None:
+                computed.computer.confirm(complete)
 
-    def _look_at_padding(self, wanted: RowNumbers, found: ComputedRows) -> bool:
+    def _look_at_padding(self, wanted: RowNumbers, computed: ComputedRows) -> bool:
         """Warn if f of a sample of a batch is another one where the sample is collated on its own.
 
         Up to eight samples are compared. Return whether a padded one is among them or a warning was given, so that no
         later batch needs to be looked at.
         """
-        f = found.terms.output.tolist()
+        f = computed.terms.output.tolist()
         apart: list[tuple[float, int, float, bool, list[Batch]]] = []
 
         def collated(rows: RowNumbers, seed: int = 0) -> Batch:
@@ -283,31 +283,31 @@ class RowPass:
                 [(_, batch)] = self.rows.batches([rows])
             return move_batch(batch, self.device)
 
-        def is_drawn(place: int, alone: Batch, beside: Batch) -> bool:
+        def is_drawn(row: int, alone: Batch, beside: Batch) -> bool:
             """Whether the tensors of a sample are others with other random numbers: it is another sample then."""
-            one, at = wanted[place : place + 1], [place]
+            one, at = wanted[row : row + 1], [row]
             pairs = [(alone, collated(one, seed)) for seed in (1, 2, 3)]
             pairs += [(beside, take_rows(collated(wanted, seed), at)) for seed in (1, 2)]
             leaves = [(flatten_batch(before)[0], flatten_batch(again)[0]) for before, again in pairs]
             return any(len(a) != len(b) or not all(map(is_equal, a, b)) for a, b in leaves)
 
-        for place in spread_rows(len(wanted), _NUM_COLLATED).tolist():
+        for row in spread_rows(len(wanted), _NUM_COLLATED).tolist():
             try:
-                pair = [collated(wanted[place : place + 1]), take_rows(found.batch, [place])]
+                pair = [collated(wanted[row : row + 1]), take_rows(computed.batch, [row])]
                 if not is_same_batch(*pair):
                     sizes, others = ([leaf.shape for leaf in flatten_batch(one)[0]] for one in pair)
-                    output = float(self._evaluated(found, pair[0]))
-                    change = _change(output - f[place], f, place)
-                    apart.append((change, place, output, sizes != others, pair))
+                    output = float(self._evaluated(computed, pair[0]))
+                    change = _change(output - f[row], f, row)
+                    apart.append((change, row, output, sizes != others, pair))
             except Exception as error:  # a sample may be too short for the model, if it is not padded
                 refuse_machine_failure(error)
                 logger.debug("%s: a sample is not compared with itself alone: %s", self.rows.what, error)
         if not apart:
             return False
-        change, place, output, is_padded, pair = max(apart, key=lambda one: one[0])
-        if change > _ROUNDED and self._is_another(found, pair, output, place) and not is_drawn(place, *pair):
+        change, row, output, is_padded, pair = max(apart, key=lambda one: one[0])
+        if change > _ROUNDED and self._is_another(computed, pair, output, row) and not is_drawn(row, *pair):
             warnings.warn(
-                f"f of row {wanted[place]} of {self.rows.what} is {f[place]:.5g} in its batch and {output:.5g} "
+                f"f of row {wanted[row]} of {self.rows.what} is {f[row]:.5g} in its batch and {output:.5g} "
                 f"alone: it depends on {_PADDING if is_padded else _OTHERS}",
                 UserWarning,
                 stacklevel=2,
@@ -315,42 +315,44 @@ class RowPass:
             return True
         return any(padded for _, _, _, padded, _ in apart)
 
-    def _is_another(self, found: ComputedRows, pair: Sequence[Batch], output: float, place: int) -> bool:
+    def _is_another(self, computed: ComputedRows, pair: Sequence[Batch], output: float, row: int) -> bool:
         """Whether f of a sample alone and beside others differs in float64, or else by more than its dtype rounds."""
-        model, f = found.computer.model, found.terms.output.tolist()
+        model, f = computed.computer.model, computed.terms.output.tolist()
         if fits_in_float64(model):
             try:
-                with in_float64(model), SeenDtypes() as seen:
-                    alone, beside = (float(self._evaluated(found, map_tensors(widened, one))) for one in pair)
+                with in_float64(model), SeenDtypes() as recorder:
+                    alone, beside = (
+                        float(self._evaluated(computed, map_tensors(widened, one))) for one in pair
+                    )
             except Exception as error:  # the model may not run in float64
                 refuse_machine_failure(error)
                 logger.debug("%s: f is not compared in float64: %s", self.rows.what, error)
             else:
-                if all(dtype.itemsize > 2 for dtype in seen.dtypes):
-                    return _change(alone - beside, f, place) > _ROUNDED
-        return _change(output - f[place], f, place, 0.1) > rounding_of(model, self.device)
+                if all(dtype.itemsize > 2 for dtype in recorder.dtypes):
+                    return _change(alone - beside, f, row) > _ROUNDED
+        return _change(output - f[row], f, row, 0.1) > rounding_of(model, self.device)
 
-    def _look_at_cache(self, found: ComputedRows) -> None:
+    def _look_at_cache(self, computed: ComputedRows) -> None:
         """Warn if f of packed rows is another one without the model's cache, which trainers turn off."""
-        model = found.computer.model
-        batch = without_cache(model, found.batch)
+        model = computed.computer.model
+        batch = without_cache(model, computed.batch)
         if batch is None:
             return
         try:
-            output = self._evaluated(found, batch)
+            output = self._evaluated(computed, batch)
         except Exception as error:  # f may refuse a column that it does not know
             refuse_machine_failure(error)
             logger.debug("%s: packed rows are not compared without a cache: %s", self.rows.what, error)
             return
-        f = found.terms.output
+        f = computed.terms.output
         # Rounding in 16 bits hardly adds up; a weaker bound would hide most of what texts see of each other.
         rounding = min(rounding_of(model, self.device), _ROUNDED_16_BITS)
         if bool((output - f).abs().max() > rounding * float(f.abs().max())):
             warnings.warn(f"In the rows of {self.rows.what}, {_CACHED}", UserWarning, stacklevel=2)
 
-    def _evaluated(self, found: ComputedRows, batch: Batch) -> Tensor:
+    def _evaluated(self, computed: ComputedRows, batch: Batch) -> Tensor:
         """Return f of another batch for the model of some rows."""
-        computer = found.computer
+        computer = computed.computer
         with (
             torch.enable_grad(),
             passes_undone(computer.model),
@@ -359,9 +361,9 @@ class RowPass:
             return computer.modelout_fn.evaluate(ModelCall(computer.model), batch).output.detach()
 
 
-def _change(difference: float, f: Sequence[float], place: int, least: float = 0.01) -> float:
+def _change(difference: float, f: Sequence[float], row: int, least: float = 0.01) -> float:
     """Return a difference relative to f of a sample, or to a part of the largest f: a small one may be rounded more."""
-    return abs(difference) / (max(abs(f[place]), least * max(map(abs, f))) or 1.0)
+    return abs(difference) / (max(abs(f[row]), least * max(map(abs, f))) or 1.0)
 
 
 @final
@@ -375,13 +377,13 @@ class HostRows:
         features, terms = found.features, found.terms
         self.column = next(column for column in spec.columns if column.name == FEATURES)
         stored, norms, lost = _in_storage_dtype(features, self.column)
-        known = {
+        tensors = {
             FEATURES: stored,
             OUT_TO_LOSS: terms.out_to_loss_grad.float(),
             LOSS_CURVATURE: terms.loss_curvature.float(),
             **found.more,
         }
-        columns = {column.name: known[column.name] for column in spec.columns}
+        columns = {column.name: tensors[column.name] for column in spec.columns}
         self._names = tuple(columns)
         measured = features[: _NUM_MEASURED if is_measured else 0].float()
         values = [finite_numbers(features, terms), norms, lost, measured, *columns.values()]
@@ -479,10 +481,10 @@ class RowWork:
             ranks=self.ranks,
             pause=turns.pause,
         )
-        own: set[int] = set()
+        own_chunks: set[int] = set()
         """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
         with shared as work, turns:
-            first = not self.compare(turns, own)
+            first = not self.compare(turns, own_chunks)
             # Of a table that is continued, a few rows alone may be zero.
             are_new = work.pending_at_first == table.spec.num_rows
             are_zero = are_new and isinstance(rows, Rows) and rows.may_be_zero
@@ -490,8 +492,8 @@ class RowWork:
             for plan in work.rounds(wait=wait):
                 stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
                 copies = (
-                    (wanted, HostRows(found, table.spec, is_measured=measures and len(sums) < 2))
-                    for wanted, found in stream
+                    (wanted, HostRows(computed, table.spec, is_measured=measures and len(sums) < 2))
+                    for wanted, computed in stream
                 )
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
                 for wanted, copy in one_behind(copies):
@@ -500,13 +502,13 @@ class RowWork:
                     are_zero = are_zero and copy.are_zero()
                     sums += [] if copy.sums is None else [copy.sums]
                     if work.written > written:
-                        own.add(int(wanted[0]) // table.spec.chunk_rows)
+                        own_chunks.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
                     if first:
                         first = False
-                        self.compare(turns, own)
+                        self.compare(turns, own_chunks)
             if work.written < work.pending_at_first:  # others wrote the rest
-                self.compare(turns, own)
+                self.compare(turns, own_chunks)
         if isinstance(rows, Rows) and are_zero and work.written:
             rows.may_be_zero = False
             text = (
@@ -547,27 +549,27 @@ class RowWork:
         rows = self.passes.rows
         plan = rows_in_batches(stored.rows, rows.batch_size)
         batches = [batch for part in plan for _, batch in rows.batches([part])]
-        place_of = [(group, place) for group, part in enumerate(plan) for place in range(len(part))]
+        positions = [(group, index) for group, part in enumerate(plan) for index in range(len(part))]
 
         def computed(wanted: RowNumbers, batch: Batch) -> ComputedRows:
             with contextlib.nullcontext() if turns is None else turns.batch():
                 return self.passes.compute(wanted, batch, is_compared=True)
 
-        def alone(place: int) -> tuple[RowNumbers, Batch]:
-            group, at = place_of[place]
-            return stored.rows[place : place + 1], take_rows(batches[group], [at])
+        def alone(index: int) -> tuple[RowNumbers, Batch]:
+            group, at = positions[index]
+            return stored.rows[index : index + 1], take_rows(batches[group], [at])
 
         parts = [computed(*pair) for pair in zip(plan, batches, strict=True)]
         rounding = rounding_of(parts[0].computer.model, self.passes.device)
         differing = differences(
-            stored, joined(parts), lambda place: joined([computed(*alone(place))]), rounding
+            stored, joined(parts), lambda index: joined([computed(*alone(index))]), rounding
         )
         if differing:
-            place, quantities = next(iter(differing.items()))
+            index, quantities = next(iter(differing.items()))
             raise ManifestMismatchError(
-                f"{self.label}: row {rows.numbers(stored.rows)[place]} of {rows.what}, computed again, differs from "
+                f"{self.label}: row {rows.numbers(stored.rows)[index]} of {rows.what}, computed again, differs from "
                 f"the stored row: {', '.join(quantities)} (allowed rounding: {rounding:g}; {len(differing)} of "
-                f"{len(stored.rows)} recomputed rows differ). {self._cause(*alone(place))}"
+                f"{len(stored.rows)} recomputed rows differ). {self._cause(*alone(index))}"
             )
 
     def _cause(self, row: RowNumbers, sample: Batch) -> str:
@@ -607,7 +609,7 @@ def joined(parts: Sequence[ComputedRows]) -> Computed:
         OUT_TO_LOSS: [part.terms.out_to_loss_grad for part in parts],
         LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
     }
-    values = {name: torch.cat(found).detach().cpu().double().numpy() for name, found in columns.items()}
+    values = {name: torch.cat(tensors).detach().cpu().double().numpy() for name, tensors in columns.items()}
     more = {name: torch.cat([part.more[name] for part in parts]).cpu().numpy() for name in parts[0].more}
     outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
     return Computed({**values, **more}, outputs)

@@ -111,12 +111,12 @@ class Run:
 
     def rows(self, data: Any, what: str, batch_size: int | None = None) -> Rows:
         """Return the rows of a user's data; ``what`` is their name in messages, ``batch_size`` replaces their own."""
-        found = rows_of(data, what=what, batch_size=self.batch_size, collate=self.collate)
+        rows = rows_of(data, what=what, batch_size=self.batch_size, collate=self.collate)
         if batch_size is not None:
-            found.batch_size = positive_int(batch_size=batch_size)
-        elif not found.has_batch_size:
-            found.batch_size = default_batch_size(self.model, len(found))
-        return found
+            rows.batch_size = positive_int(batch_size=batch_size)
+        elif not rows.has_batch_size:
+            rows.batch_size = default_batch_size(self.model, len(rows))
+        return rows
 
     def asking(self, task: Task | None) -> Run:
         """Return this run with another task for targets; ``None`` returns this run.
@@ -245,16 +245,16 @@ class FeaturizingSession:
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         self.ranks.agree(what, digest, wait=self._is_first)
         self._is_first = False
-        known = checkpoint_tables(self.store) if self.workspace.exists else {}
+        train_tables = checkpoint_tables(self.store) if self.workspace.exists else {}
         self.run.featurized.add(digest)
         self.refuse_replaced(
             checkpoint,
             digest,
-            known,
+            train_tables,
             remedy="To keep both as checkpoints of one run, pass the weights: featurize(data, model.state_dict()).",
             warns=True,
         )
-        return self._featurize_train(checkpoint, digest, rows, known, wait=wait)
+        return self._featurize_train(checkpoint, digest, rows, train_tables, wait=wait)
 
     def refuse_replaced(
         self, checkpoint: Checkpoint, digest: str, known: TrainTables, *, remedy: str, warns: bool = False
@@ -264,7 +264,7 @@ class FeaturizingSession:
         If this attributor featurized them, or the training is resumed, the model is being trained: at most warn.
         State dicts are exempt, because they are named by their position only.
         """
-        own, source = self.run.featurized, checkpoint.source
+        featurized, source = self.run.featurized, checkpoint.source
         if digest in known or (source is None and checkpoint.load is not None):
             return
         same = {"name": checkpoint.name, "source": None} if source is None else {"source": source}
@@ -283,22 +283,22 @@ class FeaturizingSession:
             f"as {name!r}), and scores are made with all checkpoints in it. For a retrained model use another path, or "
             f"remove the old weights: drop_checkpoint({first!r}). {remedy}"
         )
-        if not own.issuperset(others.values()) and not self.run.is_resumed:
+        if not featurized.issuperset(others.values()) and not self.run.is_resumed:
             raise ManifestMismatchError(message)
         if warns:
             warnings.warn(message, UserWarning, stacklevel=4)
 
     def _featurize_train(
-        self, checkpoint: Checkpoint, digest: str, rows: Rows, known: TrainTables, *, wait: bool
+        self, checkpoint: Checkpoint, digest: str, rows: Rows, train_tables: TrainTables, *, wait: bool
     ) -> int:
         # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
         settings, adam = self.settings, self._adam_states(self.settings.normalization)
-        self._announce_fit(known.get(digest), rows)
-        captured = _capture_of(checkpoint, known.get(digest))
+        self._announce_fit(train_tables.get(digest), rows)
+        captured = _capture_of(checkpoint, train_tables.get(digest))
         stages = capture_tables(self.store, captured) if self.workspace.exists and captured else {}
-        model_id = model_id_for(digest, known, self.store if self.workspace.exists else None)
+        model_id = model_id_for(digest, train_tables, self.store if self.workspace.exists else None)
         model_id = next(iter(stages), model_id)
         of_capture = {CAPTURED: captured} if captured else {}
         attributes = {
@@ -365,7 +365,7 @@ class FeaturizingSession:
             passes, spec = self._fit_pass(rows, settings.method.fisher_fit, 0)
         table = self.workspace.lazy_table("trial", spec)
         stream = passes.stream(plan, lambda: spec.num_rows)
-        for wanted, copied in one_behind((wanted, HostRows(found, spec)) for wanted, found in stream):
+        for wanted, copied in one_behind((wanted, HostRows(computed, spec)) for wanted, computed in stream):
             copied.put(table.put, wanted, rows.what)
             yield
 
@@ -429,7 +429,9 @@ class FeaturizingSession:
         if method.fisher_fit is None:
             return
         fits = self._fisher_fits(method)
-        waiting = {digest: own for digest, own in train.items() if not self.agreed(fits.has(table_path(own)))}
+        waiting = {
+            digest: table for digest, table in train.items() if not self.agreed(fits.has(table_path(table)))
+        }
         if waiting:
             rows = self.train_rows(f"{method.name} has to be fitted to")
             self.visit(
@@ -491,10 +493,10 @@ class FeaturizingSession:
             rows = self.train_rows(need) if rows is None else rows
             fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
         else:
-            known = self.run.train if rows is None else rows
+            train = self.run.train if rows is None else rows
             # Another process may have appended rows.
-            if known is not None and len(known) == num_train_rows(self.store.manifest):
-                fits.check(digest, known, device, label=f"The curvature of {label}")
+            if train is not None and len(train) == num_train_rows(self.store.manifest):
+                fits.check(digest, train, device, label=f"The curvature of {label}")
         curvature = fits.curvature(digest, device)
         share, absolute = method.kronecker_share, method.absolute
         preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute, share=share)
@@ -572,8 +574,8 @@ class FeaturizingSession:
             paths = sorted(table_path(train[digest]) for digest in waiting)
             lacking = {path: self.store.attributes(path) for path in paths}
             named = some_of(f"{path} (featurized as {made.get('name')!r})" for path, made in lacking.items())
-            own = any(made.get("name") == "current" and not made.get("source") for made in lacking.values())
-            changed = " The model had those of 'current' when it was featurized, and has others now." * own
+            moved = any(made.get("name") == "current" and not made.get("source") for made in lacking.values())
+            changed = " The model had those of 'current' when it was featurized, and has others now." * moved
             raise StateError(
                 f"Of the {len(checkpoint_ids(self.store))} checkpoints in the store, the weights of {named} are "
                 f"needed {purpose}, but none of the known sources has them.{changed} Pass the checkpoints to use to "
@@ -601,10 +603,10 @@ class FeaturizingSession:
         # Another process may have appended rows.
         if self._train is None or len(self._train) != table.spec.num_rows:
             return
-        known = LazyTable(table.spec, table, lambda: table)
-        passes = self.row_pass(self._train, model_id_of(table), with_norms=known.has_column(GRADIENT_NORM))
+        lazy = LazyTable(table.spec, table, lambda: table)
+        passes = self.row_pass(self._train, model_id_of(table), with_norms=lazy.has_column(GRADIENT_NORM))
         held = self._train.held if isinstance(self._train, HeldRows) else None
-        self.work(known, passes, table_path(table)).check(held)
+        self.work(lazy, passes, table_path(table)).check(held)
 
     # ---------------------------------------------------------------- passes
 

@@ -78,16 +78,16 @@ def gradients_of(
     passes: RowPass, wanted: RowNumbers, parameters: ParameterShapes, *, label: str, progress: bool | None
 ) -> Tensor:
     """Return the gradients ``(len(wanted), P)`` of some rows in float32 or better, parameters in model order."""
-    found: Tensor | None = None
+    gradients: Tensor | None = None
     start = 0
     for features, _ in _stream(passes, wanted, NoOpProjector(device=passes.device), label, progress):
         features = precise(features)
-        if found is None:
-            found = features.new_empty(len(wanted), num_entries(parameters))
-        found[start : start + len(features)] = features
+        if gradients is None:
+            gradients = features.new_empty(len(wanted), num_entries(parameters))
+        gradients[start : start + len(features)] = features
         start += len(features)
-    assert found is not None  # a dataset has at least one row
-    return found
+    assert gradients is not None  # a dataset has at least one row
+    return gradients
 
 
 def products_with(
@@ -105,8 +105,8 @@ def _stream(
     plan = rows_in_batches(wanted, passes.rows.batch_size)
     num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))
     with progress_bar(len(wanted), label=label, progress=progress) as bar:
-        for rows, found in passes.stream(plan, num_left.__next__):
-            finite = finite_numbers(found.features, found.terms).cpu().numpy()
-            refuse_non_finite(finite, rows, passes.rows.what, found.computer, found.batch)
-            yield found.features, found.terms
+        for rows, computed in passes.stream(plan, num_left.__next__):
+            finite = finite_numbers(computed.features, computed.terms).cpu().numpy()
+            refuse_non_finite(finite, rows, passes.rows.what, computed.computer, computed.batch)
+            yield computed.features, computed.terms
             bar.update(len(rows))

@@ -306,12 +306,12 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     @contextmanager
     def unchecked(self) -> Iterator[None]:
         """Leave the self-check out in the block; see :class:`AbstractGradientComputer`."""
-        own = self.checks, self.self_check
+        checks = self.checks, self.self_check
         self.checks, self.self_check = SelfCheck(), False
         try:
             yield
         finally:
-            self.checks, self.self_check = own
+            self.checks, self.self_check = checks
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield (computer without self-check, batch, positions in it) to stream some samples again.
@@ -353,8 +353,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def fingerprint(self) -> dict[str, Any]:
         """Return the autocast dtype, if one is set, and how float32 products are computed, if not in full."""
         autocast = str(self.autocast_dtype).removeprefix("torch.")
-        found = {"autocast_dtype": autocast} if self.autocast_dtype else {}
-        return {**found, **products_fingerprint(self.float32_products)}
+        settings = {"autocast_dtype": autocast} if self.autocast_dtype else {}
+        return {**settings, **products_fingerprint(self.float32_products)}
 
     def terms(self, batch: Batch, call: ModelCall | None = None) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph.
@@ -466,11 +466,11 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def _stream_checked(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         if not (self.self_check and self.differentiates_the_model):
             return self._stream_samples(batch, count, kept, sink)
-        own = self._structure(batch, kept)
-        structure = self.checks.key(own)
-        self.checks.refuse_failed(structure)
-        samples = Samples(self.checks.positions(structure, count, kept, always=structure != own), kept)
-        with self.checks.batch(structure, count, samples.positions):
+        structure = self._structure(batch, kept)
+        key = self.checks.key(structure)
+        self.checks.refuse_failed(key)
+        samples = Samples(self.checks.positions(key, count, kept, always=key != structure), kept)
+        with self.checks.batch(key, count, samples.positions):
             terms = self._stream_samples(batch, count, kept, samples.passing(sink))
             compare(self, batch, kept, samples)
         return terms
@@ -525,12 +525,12 @@ def _private_buffers(tree: ModelTree) -> Iterator[None]:
     """Replace the buffers of modules in train mode by copies inside the block."""
     owners = [(m, dict(m._buffers)) for m in tree.modules if m.training and m._buffers]
     try:
-        for module, own in owners:
-            module._buffers.update({k: None if v is None else v.detach().clone() for k, v in own.items()})
+        for module, buffers in owners:
+            module._buffers.update({k: None if v is None else v.detach().clone() for k, v in buffers.items()})
         yield
     finally:
-        for module, own in owners:
-            module._buffers.update(own)
+        for module, buffers in owners:
+            module._buffers.update(buffers)
 
 
 def refuse_batch_statistics(tree: ModelTree) -> None:
@@ -562,10 +562,10 @@ def _collected(
     stream: Callable[[Batch, BlockSink], OutputTerms], shapes: ParameterShapes, batch: Batch
 ) -> dict[str, Tensor]:
     count = batch_size(batch)
-    found: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
 
-    stream(batch, lambda block: collect(block, found, count))
-    return {name: found[name].reshape(count, *shape) for name, shape in shapes.items()}
+    stream(batch, lambda block: collect(block, grads, count))
+    return {name: grads[name].reshape(count, *shape) for name, shape in shapes.items()}
 
 
 def refusal(error: UnsupportedModelError) -> str:

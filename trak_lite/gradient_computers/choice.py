@@ -95,9 +95,9 @@ def choose_gradient_computer(
         logger.info("gradient_computer='auto' selects %r: %s", name, reason)
         return ChosenComputer(name, reason, computer)
     # If the model itself cannot run, raise its own error unchanged.
-    own = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
-    if errors["iterative"] in own:
-        raise own[0] from errors["iterative"]
+    failures = [error for error in errors.values() if not isinstance(error, UnsupportedModelError)]
+    if errors["iterative"] in failures:
+        raise failures[0] from errors["iterative"]
     if len(set(map(str, errors.values()))) == 1:
         raise errors["iterative"]
     raise UnsupportedModelError(

@@ -54,10 +54,10 @@ def captured(
                 finally:
                     graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
-    places = [tensor.data_ptr() for tensor in constants]
+    addresses = [tensor.data_ptr() for tensor in constants]
 
     def run(*inputs: Tensor) -> list[Tensor]:
-        if places != [tensor.data_ptr() for tensor in constants]:
+        if addresses != [tensor.data_ptr() for tensor in constants]:
             return replay(*inputs)
         with torch.no_grad(), torch.cuda.device(device):
             torch._foreach_copy_(kept, list(inputs))

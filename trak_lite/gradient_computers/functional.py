@@ -47,8 +47,8 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
     @property
     def func_weights(self) -> dict[str, Tensor]:
         """Parameters by name, detached: the model's, unless a subclass assigned others (the original's attribute)."""
-        own = self._weights or dict(self.model.named_parameters())
-        return {name: p.detach() for name, p in own.items()}
+        weights = self._weights or dict(self.model.named_parameters())
+        return {name: p.detach() for name, p in weights.items()}
 
     @func_weights.setter
     def func_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -70,22 +70,22 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
         """Yield computers that stream each sample alone, with the random numbers of a pass over that sample alone."""
-        for again, part, places in super().repeated(batch, positions):
+        for again, part, rows in super().repeated(batch, positions):
             again._randomness = "same"
-            yield again, part, places
+            yield again, part, rows
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         weights, buffers = self.func_weights, self.func_buffers
         values = {name: weights[name] for name in kept}
 
-        def value(own: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, OutputTerms]:
+        def value(parameters: Mapping[str, Tensor], sample: Sequence[Tensor]) -> tuple[Tensor, OutputTerms]:
             one = rebuild([leaf.unsqueeze(0) for leaf in sample])
-            terms = self.terms(one, self._call({**weights, **own}, buffers))
+            terms = self.terms(one, self._call({**weights, **parameters}, buffers))
             numbers = OutputTerms(*(term.squeeze(0) for term in terms))
             return numbers.output, OutputTerms(*(number.detach() for number in numbers))
 
         transformed = vmap(grad(value, has_aux=True), in_dims=(None, 0), randomness=self._randomness)
-        found: list[OutputTerms] = []
+        all_terms: list[OutputTerms] = []
         any_nonzero = False
         # vmap divides tensors only, so that samples with other columns are computed one by one.
         singly = bool(columns_of(batch))
@@ -94,14 +94,14 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
             leaves, rebuild = flatten_batch(part)
             with self._refusing(part, self._message):
                 grads, terms = transformed(values, leaves)
-            found.append(terms)
+            all_terms.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())
             for name in list(grads):
                 # Detach: a parameter that is not kept but is read by a Python reference adds an autograd graph.
                 sink(DenseBlock(name, grads.pop(name).detach(), rows.start))
         if not any_nonzero:
             refuse_detached(self.model, self.modelout_fn, batch, kept)
-        return joined_terms(found)
+        return joined_terms(all_terms)
 
     def _message(self, error: BaseException) -> str:
         return (
@@ -121,8 +121,8 @@ def _operation(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((inside, package)) and frame.line
     ]
-    place = (
+    location = (
         f" at `{frames[-1].line}` ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     )
     named = f"{operator.group(0)}: " if operator and operator.group(0) not in message else ""
-    return f"{named}{message.rstrip('.')}{place}"
+    return f"{named}{message.rstrip('.')}{location}"

@@ -61,19 +61,19 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         )
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
-        found = []
+        all_terms = []
         with differentiating_only(self.model.parameters(), kept), torch.enable_grad():
             for rows in self._chunks(count):
                 size = rows.stop - rows.start
                 grads = {name: p.detach().new_zeros(size, *p.shape) for name, p in kept.items()}
                 for position in range(size):
-                    terms, own = self._sample(rows.start + position, batch, kept)
-                    found.append(terms)
-                    for name, grad in own.items():
+                    terms, sample_grads = self._sample(rows.start + position, batch, kept)
+                    all_terms.append(terms)
+                    for name, grad in sample_grads.items():
                         grads[name][position] = grad
                 for name in list(grads):
                     sink(DenseBlock(name, grads.pop(name), rows.start))
-        return joined_terms(found)
+        return joined_terms(all_terms)
 
     def _sample(self, row: int, batch: Batch, kept: Kept) -> tuple[OutputTerms, dict[str, Tensor]]:
         """Return the detached terms of one sample, and the gradients of f; empty if f does not require grad."""
@@ -90,8 +90,8 @@ class IterativeGradientComputer(AbstractStreamingComputer):
         grads = {}
         if terms.output.requires_grad:
             with naming_graph_failures(type(self.model).__name__):
-                found = torch.autograd.grad(terms.output[0], list(kept.values()), allow_unused=True)
-            grads = {name: g.to_dense() for name, g in zip(kept, found, strict=True) if g is not None}
+                derivatives = torch.autograd.grad(terms.output[0], list(kept.values()), allow_unused=True)
+            grads = {name: g.to_dense() for name, g in zip(kept, derivatives, strict=True) if g is not None}
         else:
             refuse_detached(self.model, self.modelout_fn, one, kept)
         return OutputTerms(*(term.detach() for term in terms)), grads

@@ -164,8 +164,8 @@ def clipping_threshold(norms: Tensor | NDArray[np.floating], *, quantile: float 
     """
     if not 0 < quantile <= 1:
         raise InvalidInputError(f"quantile must be above 0 and at most 1, got {quantile!r}.")
-    given = in_float64(norms.detach()).cpu().numpy() if isinstance(norms, Tensor) else norms
-    values = np.asarray(given, np.float64)
+    array = in_float64(norms.detach()).cpu().numpy() if isinstance(norms, Tensor) else norms
+    values = np.asarray(array, np.float64)
     if not values.size or not np.isfinite(values).all():
         raise InvalidInputError(
             f"norms has {values.size} entries, of which {int(np.isfinite(values).sum())} are finite. "

@@ -77,8 +77,8 @@ def select_parameters(
             names += fnmatch.filter(every_name, choice) or [choice]
         else:
             names.append(choice)
-    known = known_names(names, every_name.keys(), what="parameter names in grad_wrt")
-    wanted.update(id(every_name[name]) for name in known)
+    chosen = known_names(names, every_name.keys(), what="parameter names in grad_wrt")
+    wanted.update(id(every_name[name]) for name in chosen)
     if not wanted:
         raise InvalidInputError("grad_wrt is empty. Name at least one parameter, or leave it out to use all.")
     selected = {name: p for name, p in canonical.items() if id(p) in wanted}
@@ -89,19 +89,19 @@ def select_parameters(
 
 def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that modules of a class own directly, including those of their parametrizations."""
-    found: list[nn.Parameter] = []
+    parameters: list[nn.Parameter] = []
     for module in model.modules():
         if isinstance(module, module_class):
-            found += module.parameters(recurse=False)
+            parameters += module.parameters(recurse=False)
             if parametrize.is_parametrized(module):
-                found += module.parametrizations.parameters()  # type: ignore[union-attr]
-    if not found:
+                parameters += module.parametrizations.parameters()  # type: ignore[union-attr]
+    if not parameters:
         owners = {type(m).__name__ for m in model.modules() if list(m.parameters(recurse=False))}
         raise InvalidInputError(
             f"grad_wrt names the class {module_class.__name__}, and no module of that class in "
             f"{type(model).__name__} owns a parameter. Classes that do: {sorted(owners)}."
         )
-    return found
+    return parameters
 
 
 @contextmanager

@@ -133,12 +133,12 @@ class _Contents:
             self.places += (tensor.data_ptr(), tensor.requires_grad, hash(layout), hooks)
         return True
 
-    def add_class(self, found: type) -> None:
+    def add_class(self, cls: type) -> None:
         """Add the attributes of a class and its bases that are of a user, methods above all."""
-        if found in self._classes:
+        if cls in self._classes:
             return
-        self._classes.add(found)
-        for base in found.__mro__:
+        self._classes.add(cls)
+        for base in cls.__mro__:
             is_own = _IS_OWN.get(base)
             if is_own is None:
                 is_own = _IS_OWN[base] = _package_of(base.__module__) not in _NOT_OWN
@@ -163,7 +163,7 @@ class _Contents:
         if isinstance(value, dict | types.MappingProxyType):
             contents = [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            contents = list(value)
+            contents = list(iter(value))  # list(value) would ask for a length
         elif isinstance(value, np.ndarray) and value.dtype == object:
             contents = value.ravel().tolist()
         elif isinstance(value, np.ndarray | array | bytearray):
@@ -199,24 +199,24 @@ class _Contents:
         has_objects = isinstance(value, np.ndarray) and value.dtype.hasobject
         self._num_bytes += _MOST_ARRAY_BYTES + 1 if has_objects else size
         if self._num_bytes <= _MOST_ARRAY_BYTES:
-            own = value.tobytes() if isinstance(value, np.ndarray) else value
+            buffer = value.tobytes() if isinstance(value, np.ndarray) else value
             layout = (value.shape, value.strides, value.dtype) if isinstance(value, np.ndarray) else ()
-            self.places += (size, zlib.crc32(own), hash(layout))
+            self.places += (size, zlib.crc32(buffer), hash(layout))
 
 
 def _slots_of(value: Any) -> list[Any]:
     """Return what an object holds in ``__slots__``, without running code of its class."""
-    found = []
+    contents = []
     for member in _members_of(type(value)):  # type: ignore[arg-type]
         with contextlib.suppress(AttributeError):  # not set
-            found.append(member.__get__(value))
-    return found
+            contents.append(member.__get__(value))
+    return contents
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _members_of(found: type) -> tuple[types.MemberDescriptorType, ...]:
-    own = (vars(base) for base in found.__mro__ if "__slots__" in vars(base))
-    members = itertools.chain.from_iterable(held.values() for held in own)
+def _members_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    namespaces = (vars(base) for base in cls.__mro__ if "__slots__" in vars(base))
+    members = itertools.chain.from_iterable(held.values() for held in namespaces)
     return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
@@ -252,12 +252,12 @@ class Outside:
         variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
         self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
         self._note_names(function.__globals__, function.__globals__, _globals_in(function.__code__))
-        places = [(function.__globals__, function.__globals__, _globals_in(function.__code__))]
+        scopes = [(function.__globals__, function.__globals__, _globals_in(function.__code__))]
         for one in held:
             if hasattr(one, "__dict__") and _is_of_users(one):
                 self._note_owner(one, used)
-                places += [(base, vars(base), vars(base).keys() & used) for base in _holders(one)]
-        for holder, namespace, names in places:
+                scopes += [(base, vars(base), vars(base).keys() & used) for base in _holders(one)]
+        for holder, namespace, names in scopes:
             for name in names:
                 owner = namespace.get(name)
                 if holder is not namespace and hasattr(owner, "__dict__") and _is_of_users(owner):
@@ -288,16 +288,16 @@ class Outside:
                 for namespace, names in self._namespaces.values()
             ]
         try:
-            found = [value for getter, namespace in self._getters for value in getter(namespace)]
-            found += [cell.cell_contents for cell in self._cells]
+            values = [value for getter, namespace in self._getters for value in getter(namespace)]
+            values += [cell.cell_contents for cell in self._cells]
         except (LookupError, ValueError):  # a name or a cell has no value any more
             return None
-        found += [namespace.get(name, _ABSENT) for namespace, name in self._absent.values()]
-        found += [variable.get(None) for variable in self._variables]
-        if len(self._last) != 2 * len(found) or not all(map(operator.is_, found, self._last)):
-            texts = map(repr, found)  # 1, 1.0 and True are equal, and 0.0 and -0.0
-            self._last = (*found, *texts) if _COMPARED.issuperset(map(type, found)) else ()
-        return self._last if self._last or not found else None
+        values += [namespace.get(name, _ABSENT) for namespace, name in self._absent.values()]
+        values += [variable.get(None) for variable in self._variables]
+        if len(self._last) != 2 * len(values) or not all(map(operator.is_, values, self._last)):
+            texts = map(repr, values)  # 1, 1.0 and True are equal, and 0.0 and -0.0
+            self._last = (*values, *texts) if _COMPARED.issuperset(map(type, values)) else ()
+        return self._last if self._last or not values else None
 
 
 def python_state(
@@ -311,8 +311,8 @@ def python_state(
     contents = _Contents([], model)
     contents.add_all(task)
     for module in contents.modules:
-        own = [p for p in module._parameters.values() if p is not None]
-        if any(_hooks_of(module)) or any(p._backward_hooks for p in own) or _reads_unseen(module):
+        parameters = [p for p in module._parameters.values() if p is not None]
+        if any(_hooks_of(module)) or any(p._backward_hooks for p in parameters) or _reads_unseen(module):
             return None
     described = functools.partial(_described, seen={}, depth=_DEPTH, outside=outside)
     try:
@@ -352,9 +352,9 @@ def _code_of(modules: Iterable[nn.Module], task: Any) -> Iterator[Any]:
     """Yield the task, and the methods and attributes of its class and the modules' classes that are of a user."""
     yield task
     classes = {base for one in (task, *modules) for base in type(one).__mro__}
-    for found in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        if _package_of(found.__module__) not in _NOT_OWN:
-            for name, value in vars(found).items():
+    for cls in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        if _package_of(cls.__module__) not in _NOT_OWN:
+            for name, value in vars(cls).items():
                 yield from functions_of(value)
                 if not name.startswith("__") and isinstance(value, (*_ATOMS, list, dict, set, Tensor)):
                     yield value
@@ -374,8 +374,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     described = functools.partial(_described, seen=seen, depth=depth - 1, outside=outside)
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype, None if value.dtype == object else zlib.crc32(value.tobytes())
-    if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
-        return id(value), len(value)
+    if isinstance(value, Sized) and (length := _length_of(value)) > _MOST_DESCRIBED:
+        return id(value), length
     if isinstance(value, types.MethodType):
         if outside is not None and isinstance(value.__func__, types.FunctionType):
             outside.note(value.__func__, [value.__self__])
@@ -394,8 +394,8 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         # ``Class.count`` and ``module.count``
         owners = [one for one in read if isinstance(one, type | types.ModuleType) and _is_of_users(one)]
         read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
-        own = value.__defaults__, value.__kwdefaults__
-        return [described(one) for one in (*cells, *read, *vars(value).values(), *own)]
+        defaults = value.__defaults__, value.__kwdefaults__
+        return [described(one) for one in (*cells, *read, *vars(value).values(), *defaults)]
     if isinstance(value, functools.partial):
         if outside is not None and isinstance(value.func, types.FunctionType):
             outside.note(value.func, [*value.args, *value.keywords.values()])
@@ -423,6 +423,13 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     return [(name, described(one)) for name, one in held.items()] or repr(value)
 
 
+def _length_of(value: Sized) -> int:
+    try:
+        return len(value)
+    except (NotImplementedError, TypeError):  # of a tuple that is one thing (irreps of e3nn)
+        return 0
+
+
 def _holders(owner: Any) -> Sequence[Any]:
     """Return what an attribute of an owner may stand in: itself and its classes."""
     if isinstance(owner, types.ModuleType):
@@ -442,11 +449,11 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 def _globals_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals alone: those of attributes may be names of a script's variables."""
     inner = (_globals_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    own = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-    return frozenset(own).union(*inner)
+    names = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
+    return frozenset(names).union(*inner)
 
 
-def _is_of_users(found: Any) -> bool:
-    is_module = isinstance(found, types.ModuleType)
-    package = _package_of(found.__name__ if is_module else getattr(found, "__module__", None))
+def _is_of_users(owner: Any) -> bool:
+    is_module = isinstance(owner, types.ModuleType)
+    package = _package_of(owner.__name__ if is_module else getattr(owner, "__module__", None))
     return package not in _NOT_OF_USERS

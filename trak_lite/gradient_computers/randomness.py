@@ -92,9 +92,9 @@ def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
 def outputs_of(computer: CheckedComputer, parts: Iterable[Batch], seed: int = 0) -> Tensor:
     """Return f of the samples of some batches, in order, with random numbers that start from a seed."""
     with restoring_draws(computer.model, seed), torch.enable_grad():  # without gradients a checkpoint warns
-        found = torch.cat([computer.terms(part).output.detach() for part in parts])
+        outputs = torch.cat([computer.terms(part).output.detach() for part in parts])
     computer.undo_passes()
-    return found
+    return outputs
 
 
 def differ(values: Tensor) -> bool:
@@ -154,9 +154,9 @@ def refuse_reading_of_flags(computer: CheckedComputer, batch: Batch, kept: Kept)
         return
 
     def difference(batch: Batch) -> tuple[float, torch.dtype]:
-        own = outputs_of(computer, [batch])
+        expected = outputs_of(computer, [batch])
         with differentiating_only(model.parameters(), kept):
-            return _error(outputs_of(computer, [batch]), own), own.dtype
+            return _error(outputs_of(computer, [batch]), expected), expected.dtype
 
     if _exceeds_rounding(computer, take_rows(batch, [0]), difference):
         raise UnsupportedModelError(
@@ -166,9 +166,9 @@ def refuse_reading_of_flags(computer: CheckedComputer, batch: Batch, kept: Kept)
         )
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(outputs: Tensor, expected: Tensor) -> float:
     """Return the largest difference, divided by the largest number."""
-    error, most = (value.nan_to_num(0.0).abs().max() for value in (expected - found, expected))
+    error, most = (value.nan_to_num(0.0).abs().max() for value in (expected - outputs, expected))
     return float(error) / (float(most) or 1.0)
 
 
@@ -181,21 +181,21 @@ def _exceeds_rounding(
 ) -> bool:
     """Whether a relative difference of f is more than rounding; see :func:`depends_on_batch`."""
     try:
-        found, _ = difference(batch)
+        deviation, _ = difference(batch)
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)
         return False
-    if found > 1e-3 and fits_in_float64(computer.model):
+    if deviation > 1e-3 and fits_in_float64(computer.model):
         try:
-            with in_float64(computer.model), SeenDtypes() as seen:
+            with in_float64(computer.model), SeenDtypes() as mode:
                 exact, dtype = difference(map_tensors(widened, batch))
         except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
             refuse_machine_failure(error)
         else:
             if dtype == torch.float64:
                 # Parts that a model computes in a dtype of their own round to that.
-                return exact > (1e-3 if sure and seen.dtypes - {torch.float64} else 1e-6)
-    return found > 1e-1 and not sure
+                return exact > (1e-3 if sure and mode.dtypes - {torch.float64} else 1e-6)
+    return deviation > 1e-1 and not sure
 
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
@@ -222,9 +222,9 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         stack.enter_context(remembering())
         # One by one, as some models take samples, or together, as others do. One that takes neither fails in its pass.
         parts = [take_rows(batch, [row]) for row in range(batch_size(batch))]
-        if (found := draws(parts[0])) is None:
-            parts, found = [batch], draws(batch)
-        if found is not None:
+        if (is_random := draws(parts[0])) is None:
+            parts, is_random = [batch], draws(batch)
+        if is_random is not None:
             if changed := _changed(computer.model, weights, 0.0):
                 weights = _sizes(computer.model)
                 put_back()
@@ -238,7 +238,7 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
                     computer.model, _changed(computer.model, weights, _ROUNDING) & changed
                 )
             _refuse_changed_buffers(computer, parts, buffers)
-        if not found:
+        if not is_random:
             return
         drawn = stack.enter_context(_Draws(computer.model))
         values = torch.stack([outputs_of(computer, parts, seed) for seed in range(4)])
@@ -254,7 +254,7 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
 
 def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the norm of every parameter of 16 bits or more, and its sum over the root of its number of entries."""
-    found = {}
+    sizes = {}
     for name, p in model.named_parameters():
         is_number = p.is_complex() or (p.is_floating_point() and p.dtype.itemsize > 1)
         if type(p) is not nn.Parameter or not is_number:  # quantised
@@ -262,21 +262,21 @@ def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         values = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
         wide = wide_dtype(values.device)
         norm = torch.linalg.vector_norm(values, dtype=wide)
-        found[name] = norm, values.sum(dtype=wide) / math.sqrt(max(values.numel(), 1))
-    return found
+        sizes[name] = norm, values.sum(dtype=wide) / math.sqrt(max(values.numel(), 1))
+    return sizes
 
 
 def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float) -> set[str]:
     """Return the names of parameters whose norm or sum differs by more than rounding."""
     now, parameters = _sizes(model), dict(model.named_parameters())
-    found = set()
+    names = set()
     for name in now.keys() & before.keys():
         most = max(rounding, rounding and torch.finfo(parameters[name].dtype).eps / 2) * float(
             before[name][0]
         )
         if any(float((a - b).abs()) > most for a, b in zip(now[name], before[name], strict=True)):
-            found.add(name)
-    return found
+            names.add(name)
+    return names
 
 
 def _other_values(tensor: Tensor) -> Tensor:

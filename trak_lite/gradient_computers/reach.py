@@ -174,12 +174,12 @@ def gradient_reach(computer: AbstractGradientComputer, batch: Batch) -> Gradient
 
 def _fused_experts(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     """Return the modules that hold several experts in one parameter, and E, by module name."""
-    found = {}
+    fused = {}
     for name, module in model.named_modules():
         num = getattr(module, "num_experts", None)
         if isinstance(num, int) and any(p.dim() == 3 for p in _of_experts(module, num)):
-            found[name] = (module, num)
-    return found
+            fused[name] = (module, num)
+    return fused
 
 
 def _of_experts(module: nn.Module, num: int) -> list[nn.Parameter]:
@@ -191,12 +191,12 @@ def _routed(
     computer: AbstractGradientComputer, batch: Batch, fused: Mapping[str, tuple[nn.Module, int]]
 ) -> dict[str, NDArray[np.int64]]:
     """Return the experts of every token ``(B, T, k)`` by module name, from one forward pass."""
-    found: dict[str, list[Tensor]] = {name: [] for name in fused}
+    experts: dict[str, list[Tensor]] = {name: [] for name in fused}
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         matrices = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() == 2)
         indices = [matrix for matrix in matrices if matrix.dtype in (torch.int64, torch.int32)]
-        found[name] += [index.detach().cpu().long() for index in indices[:1]]
+        experts[name] += [index.detach().cpu().long() for index in indices[:1]]
 
     with ExitStack() as stack:
         for name, (module, _) in fused.items():
@@ -207,7 +207,7 @@ def _routed(
     count = batch_size(batch)
     return {
         name: torch.cat([part.view(count, -1, part.shape[1]) for part in parts], 1).numpy()
-        for name, parts in found.items()
+        for name, parts in experts.items()
         if parts and all(len(part) % count == 0 for part in parts)
     }
 

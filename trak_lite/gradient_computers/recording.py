@@ -30,6 +30,21 @@ _RAISING = frozenset({
 """Operations that raise for some values; after others of the ``_ex`` kind, one that returns nothing does."""
 
 
+_OTHER_NAMES = {"self": "input", "x": "input", "a": "input", "x1": "input", "x2": "other", "axis": "dim"}
+"""Names of arguments in ``torch.ops`` and in NumPy, which torch's functions take too."""
+
+
+def by_name(names: Sequence[str], args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a torch function's arguments by name; ``names`` are those of the positional ones.
+
+    Example:
+        >>> by_name(("input", "dim"), [3], {"axis": 0})
+        {'input': 3, 'dim': 0}
+    """
+    bound = dict(zip(names, args, strict=False))
+    return bound | {key if key in names else _OTHER_NAMES.get(key, key): kwargs[key] for key in kwargs}
+
+
 class UnrecordableError(Exception):
     """A computation that a replay might not repeat; the message says why."""
 
@@ -64,8 +79,8 @@ class Step:
 
     def _written(self) -> list[Any]:
         aliases = {argument.name: argument.alias_info for argument in self.function._schema.arguments}
-        given = {**dict(zip(aliases, self.args, strict=False)), **self.kwargs}
-        return [value for name, value in given.items() if (alias := aliases[name]) and alias.is_write]
+        arguments = {**dict(zip(aliases, self.args, strict=False)), **self.kwargs}
+        return [value for name, value in arguments.items() if (alias := aliases[name]) and alias.is_write]
 
 
 @dataclass(slots=True)
@@ -158,8 +173,8 @@ class Recording:
 
     def _divide(self, unchanged: frozenset[int]) -> None:
         """Choose the halves; a set of inputs that has lost some waits for its second call, as at the next text."""
-        known, self._last_unchanged = self._last_unchanged, unchanged
-        if self._halves is None or unchanged == known or not unchanged <= self._halves.places:
+        last_unchanged, self._last_unchanged = self._last_unchanged, unchanged
+        if self._halves is None or unchanged == last_unchanged or not unchanged <= self._halves.places:
             before, self._halves = self._halves, self._divisions.get(unchanged) or _Halves(self, unchanged)
             self._divisions[unchanged] = self._halves
             if before is not None and before is not self._halves:
@@ -177,10 +192,10 @@ class Recording:
             self._halves.kept = None
 
     def _unchanged(self, inputs: Sequence[Tensor]) -> frozenset[int]:
-        """Return the places of the inputs that the last replay had as well."""
+        """Return the positions of the inputs that the last replay had as well."""
         return frozenset(
-            place
-            for place, (tensor, (last, version)) in enumerate(zip(inputs, self._before, strict=False))
+            position
+            for position, (tensor, (last, version)) in enumerate(zip(inputs, self._before, strict=False))
             if tensor is last()
             and version is not None
             and version == version_of(tensor)
@@ -193,25 +208,25 @@ class Recording:
 class _Halves:
     """A replay in two halves: what depends on some inputs alone, which is kept while these stay, and the rest."""
 
-    def __init__(self, whole: Recording, places: frozenset[int]) -> None:
-        """Divide the steps of a recording; ``places`` are those of the inputs that stay.
+    def __init__(self, whole: Recording, positions: frozenset[int]) -> None:
+        """Divide the steps of a recording; ``positions`` are those of the inputs that stay.
 
         What is written to, or returned, belongs to the second half, so that what is kept stays as it is.
         """
-        self.places = places
+        self.places = positions
         steps, inputs, fixed, roots = whole._steps, whole._inputs, whole._fixed, whole._roots
         written = {roots[number] for step in steps for number in step.writes}
         written |= {roots[number] for number in whole._outputs}
-        known = {number for number in (*fixed, *(inputs[place] for place in places))}
-        known = {number for number in known if roots[number] not in written}
+        stable = {number for number in (*fixed, *(inputs[position] for position in positions))}
+        stable = {number for number in stable if roots[number] not in written}
         first, second, made = list[Step](), list[Step](), set[int]()
         for step in steps:
-            own = [number for number in step.outputs if number is not None]
-            is_kept = not (step.writes or any(n in fixed or roots[n] in written for n in own))
-            if is_kept and known.issuperset(step.reads):
+            outputs = [number for number in step.outputs if number is not None]
+            is_kept = not (step.writes or any(n in fixed or roots[n] in written for n in outputs))
+            if is_kept and stable.issuperset(step.reads):
                 first.append(step)
-                known.update(own)
-                made.update(own)
+                stable.update(outputs)
+                made.update(outputs)
             else:
                 second.append(step)
         live = sorted(made.intersection(number for step in second for number in step.reads))
@@ -289,11 +304,11 @@ class _Writer:
         self._known: dict[int, str] = {}
 
     def body(self, steps: Sequence[Step], outputs: Sequence[int]) -> list[str]:
-        last = {n: place for place, step in enumerate(steps) for n in (*step.reads, *step.outputs)}
+        last = {n: index for index, step in enumerate(steps) for n in (*step.reads, *step.outputs)}
         dying: list[list[int]] = [[] for _ in steps]
-        for number, place in last.items():
+        for number, index in last.items():
             if number is not None and number not in self._fixed and number not in outputs:
-                dying[place].append(number)
+                dying[index].append(number)
         lines = []
         for step, names in zip(steps, dying, strict=True):
             lines.append(f"    {self._line(step)}")

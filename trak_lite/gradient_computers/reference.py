@@ -74,8 +74,14 @@ def gradients_alone(
     Raises:
         UnsupportedModelError: If the model does not run on this batch.
     """
+    passes: list[int] = []
+
+    def begin(_: Tensor) -> None:
+        passes.append(torch._C._current_graph_task_id())
 
     def catch(name: str, grad: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() not in passes:
+            return grad  # a part, of an autograd.Function whose backward pass differentiates by parameters itself
         with _pop_mode_temporarily(), torch._C.DisableTorchFunction():
             take(name, grad.detach().to_dense().reshape(1, -1))
             # Replace the gradient by an expanded scalar: autograd holds it until it returns. A sparse one is small.
@@ -88,6 +94,7 @@ def gradients_alone(
             with torch.enable_grad():
                 output = computer.terms(batch).output[row]
             if output.requires_grad:
+                handles.append(output.register_hook(begin))  # type: ignore[no-untyped-call]
                 handles += [p.register_hook(functools.partial(catch, name)) for name, p in kept.items()]  # type: ignore[no-untyped-call]
                 with naming_graph_failures(type(computer.model).__name__), _ContiguousArguments():  # type: ignore[no-untyped-call]
                     torch.autograd.grad(output, list(kept.values()), allow_unused=True)

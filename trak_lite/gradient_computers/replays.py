@@ -153,8 +153,8 @@ class _Kind:
 
     def has_other_constants(self) -> bool:
         return any(
-            version_of(tensor) != version or tensor.data_ptr() != place
-            for tensor, version, place in self.constants
+            version_of(tensor) != version or tensor.data_ptr() != address
+            for tensor, version, address in self.constants
         )
 
 
@@ -226,7 +226,7 @@ class Replays:
         if outside is None:
             self._keep_for(None)
             return work()
-        own = _Pass(computer, leaves, work)
+        pass_ = _Pass(computer, leaves, work)
         layout = tuple((leaf.shape, leaf.dtype, leaf.stride(), leaf.device) for leaf in leaves)
         kind = self._kind((layout, flags, _surroundings(leaves[0]), tuple(setting), outside))
         kind.count += 1
@@ -240,19 +240,19 @@ class Replays:
         if kind.recording is None:
             self._alive = alive
             kind.structure, kind.gap = computer.structure(batch)
-            return self._recorded(kind, own, is_scratch)
+            return self._recorded(kind, pass_, is_scratch)
         computer.checks.refuse_failed(kind.structure)
         if kind.has_other_constants():
             kind.forget_replays()  # with other values, their pass would show nothing
             self._refuse(kind, computer, "a tensor that is no parameter, buffer or input has changed")
             return work()
-        due = own.is_due(kind) or kind.count - kind.compared >= kind.gap
+        due = pass_.is_due(kind) or kind.count - kind.compared >= kind.gap
         if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
-            return self._compared(kind, own, work)
-        if kind.uncompared is None and not self._has_room(own):
+            return self._compared(kind, pass_, work)
+        if kind.uncompared is None and not self._has_room(pass_):
             return work()
-        found = self._replayed(kind, own)
-        if found is None:
+        results = self._replayed(kind, pass_)
+        if results is None:
             return work()
         self._num_changes = 0
         kind.rows += computer.checks.named
@@ -260,13 +260,13 @@ class Replays:
             kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
-        kind.uncompared = own
-        return found
+        kind.uncompared = pass_
+        return results
 
-    def _has_room(self, own: _Pass) -> bool:
+    def _has_room(self, pass_: _Pass) -> bool:
         """Whether the batch can be kept for a comparison beside those of other kinds."""
-        waiting = sum(known.uncompared.num_bytes for known in self._kinds.values() if known.uncompared)
-        return not waiting or waiting + own.num_bytes <= _MOST_BYTES
+        waiting = sum(kind.uncompared.num_bytes for kind in self._kinds.values() if kind.uncompared)
+        return not waiting or waiting + pass_.num_bytes <= _MOST_BYTES
 
     def _present(
         self, computer: ReplayedComputer, projector: object, alive: list[Any]
@@ -311,14 +311,14 @@ class Replays:
 
     def _settle(self, kind: _Kind) -> None:
         """Compare the last replayed batch of a kind, if that was not done and a pass would be the same."""
-        own, kind.uncompared = kind.uncompared, None
-        if own is None or kind.has_other_constants() or _is_watched(own.leaves[0].device):
+        pass_, kind.uncompared = kind.uncompared, None
+        if pass_ is None or kind.has_other_constants() or _is_watched(pass_.leaves[0].device):
             return
-        if _surroundings(own.leaves[0]) != kind.surroundings:
+        if _surroundings(pass_.leaves[0]) != kind.surroundings:
             return
         if self._outside is None or self._outside.values() == kind.outside:
             self._keep_for(None)
-            self._compared(kind, own, own.apart)
+            self._compared(kind, pass_, pass_.apart)
 
     def _keep_for(self, recording: Recording | None) -> None:
         """Let this recording alone hold values from replay to replay: batches of many shapes would hold too much."""
@@ -331,15 +331,15 @@ class Replays:
         saved = self._expected(kind, to_come) * (_SAVED_ON_CPU if on_cpu else _SAVED) * kind.seconds
         if kind.count < 3 or saved <= _SECONDS + _PASSES * kind.seconds:
             return False
-        recorded = [known for known in self._kinds.values() if known.recording is not None]
-        held = sum(known.recording.num_bytes for known in recorded if known.recording is not None)
+        recorded = [other for other in self._kinds.values() if other.recording is not None]
+        held = sum(other.recording.num_bytes for other in recorded if other.recording is not None)
         if len(recorded) < _MOST_RECORDINGS and held < _MOST_BYTES:
             return True
         # Batches of many shapes in turn would otherwise replace each other's recordings before these are used.
-        for known in recorded:
-            if self._num_batches - known.last > 8 + 2 * (known.last - known.first) / known.count:
-                self._settle(known)
-                known.recording, known.graph, known.confirmed = None, None, False
+        for other in recorded:
+            if self._num_batches - other.last > 8 + 2 * (other.last - other.first) / other.count:
+                self._settle(other)
+                other.recording, other.graph, other.confirmed = None, None, False
                 return True
         return False
 
@@ -349,7 +349,7 @@ class Replays:
     def _capture(self, kind: _Kind, leaves: Sequence[Tensor], to_come: float | None) -> None:
         """Make a CUDA graph of a recording, if that saves time. It is used after it had the bits of a pass."""
         assert kind.recording is not None
-        graphs = sum(known.graph is not None for known in self._kinds.values())
+        graphs = sum(other.graph is not None for other in self._kinds.values())
         if self._expected(kind, to_come) < _CAPTURED_FOR or graphs == _MOST_GRAPHS:
             return
         kind.may_be_captured = False
@@ -388,13 +388,13 @@ class Replays:
             self._kinds.popitem(last=False)
         return kind
 
-    def _recorded(self, kind: _Kind, own: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
+    def _recorded(self, kind: _Kind, pass_: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
         """Run a pass and record it, if its plan says that every batch runs like it."""
-        computer, leaves, work = own
+        computer, leaves, work = pass_
         if not (kind.gap and computer.differentiates_the_model):
             self._refuse(kind, computer, "the model moves rows by their values")
             return work()
-        if own.is_due(kind):
+        if pass_.is_due(kind):
             return work()
         model, task = computer.model, computer.modelout_fn
         outside = Outside() if self._outside is None else None
@@ -409,7 +409,7 @@ class Replays:
         tape = Tape(leaves, [*model.parameters(), *model.buffers()], is_scratch)
         try:
             with tape:
-                found = own.without_checks()
+                results = pass_.without_checks()
         except MODEL_FAILURES as error:
             # Of the batch, which fails again, or of something that bears no modes.
             refuse_machine_failure(error)
@@ -422,13 +422,13 @@ class Replays:
                 "tolist in TorchScript or by DLPack"
             )
         try:
-            kind.recording = tape.finish(found)
+            kind.recording = tape.finish(results)
             kind.constants = [(one, version_of(one), one.data_ptr()) for one in tape.constants()]
         except UnrecordableError as error:
             self._refuse(kind, computer, str(error))
         else:
             logger.debug("A pass of %s over %d samples is recorded.", type(model).__name__, len(leaves[0]))
-        return found
+        return results
 
     def _compare(self, outside: Outside) -> None:
         """Divide kinds by values outside the model; those known so far are of the present ones."""
@@ -439,17 +439,17 @@ class Replays:
             for kind in self._kinds.values():
                 kind.outside = values
 
-    def _replayed(self, kind: _Kind, own: _Pass) -> list[Tensor] | None:
+    def _replayed(self, kind: _Kind, pass_: _Pass) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
         self._keep_for(None if kind.graph else kind.recording)
         try:
-            return (kind.graph or kind.recording)(*own.leaves)
+            return (kind.graph or kind.recording)(*pass_.leaves)
         except OtherPathError:
             kind.num_other_paths += 1
             if kind.num_other_paths > _MOST_OTHER_PATHS:
                 recording = kind.recording
-                self._refuse(kind, own.computer, "Python reads other values in other batches")
+                self._refuse(kind, pass_.computer, "Python reads other values in other batches")
                 if kind.uncompared is not None:
                     kind.recording = recording  # its last replay is still to be compared
         except MODEL_FAILURES as error:  # the pass names the cause, or succeeds
@@ -457,29 +457,29 @@ class Replays:
         self._keep_for(None)
         return None
 
-    def _compared(self, kind: _Kind, own: _Pass, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
-        computer, kind.compared = own.computer, kind.count
-        replayed = self._replayed(kind, own)
-        suspected = computer.checks.suspected(row for known in self._kinds.values() for row in known.rows)
-        found = work()
+    def _compared(self, kind: _Kind, pass_: _Pass, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        computer, kind.compared = pass_.computer, kind.count
+        replayed = self._replayed(kind, pass_)
+        suspected = computer.checks.suspected(row for kind in self._kinds.values() for row in kind.rows)
+        results = work()
         if replayed is None:
-            return found
+            return results
         kind.forget_replays()
         dtypes = {p.dtype for p in computer.model.parameters()} | {computer.autocast_dtype or torch.float64}
         are_close = functools.partial(_close, rounding=rounding_of(dtypes))
-        same = all(map(_same_bits, found, replayed))
-        close = same or all(map(are_close, found, replayed))
-        if same or (close and self._is_unsteady(kind, own, found)):
+        same = all(map(_same_bits, results, replayed))
+        close = same or all(map(are_close, results, replayed))
+        if same or (close and self._is_unsteady(kind, pass_, results)):
             kind.confirmed = True
-            return found
+            return results
         if kind.graph is not None:
             logger.info("A CUDA graph has other bits than the pass.")
             kind.graph, kind.confirmed = None, False
-            replayed = self._replayed(kind, own)  # earlier rows may be those of the recording
-            if replayed is None or all(map(_same_bits, found, replayed)):
+            replayed = self._replayed(kind, pass_)  # earlier rows may be those of the recording
+            if replayed is None or all(map(_same_bits, results, replayed)):
                 kind.confirmed = replayed is not None
-                return found
-            close = all(map(are_close, found, replayed))
+                return results
+            close = all(map(are_close, results, replayed))
         self._refuse(kind, computer, "a replay has other bits")
         if kind.num_replayed and not close:
             error = SelfCheckError(
@@ -488,17 +488,17 @@ class Replays:
                 "cache, a global value), or Python read a value of the batch unseen. Expected rows that depend on the "
                 "sample and the weights only."
             )
-            for known in self._kinds.values():
-                known.forget_replays()
+            for other in self._kinds.values():
+                other.forget_replays()
             computer.checks.fail(error, kind.structure, suspected)
             raise error
-        return found
+        return results
 
     @staticmethod
-    def _is_unsteady(kind: _Kind, own: _Pass, found: Sequence[Tensor]) -> bool:
+    def _is_unsteady(kind: _Kind, pass_: _Pass, results: Sequence[Tensor]) -> bool:
         """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
-        if not kind.is_unsteady and found[0].device.type != "cpu":
-            kind.is_unsteady = not all(map(_same_bits, found, own.apart()))
+        if not kind.is_unsteady and results[0].device.type != "cpu":
+            kind.is_unsteady = not all(map(_same_bits, results, pass_.apart()))
         return kind.is_unsteady
 
     def _refuse(self, kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
@@ -508,10 +508,10 @@ class Replays:
 
 def _timed(kind: _Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     start = time.process_time()
-    found = work()
+    results = work()
     if kind.count > 1:
         kind.seconds = min(kind.seconds, time.process_time() - start)
-    return found
+    return results
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -588,9 +588,9 @@ def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
         return value is None or (isinstance(value, bool | int | float | str) and not has_more)
 
     def walk_beside(value: Any) -> bool:
-        known = next((place for place, leaf in enumerate(leaves) if leaf is value), None)
-        flags.append(known)
-        return known is not None or walk(value)
+        index = next((i for i, leaf in enumerate(leaves) if leaf is value), None)
+        flags.append(index)
+        return index is not None or walk(value)
 
     usable = walk(batch) and bool(leaves) and all(leaf.dim() for leaf in leaves)
     usable = usable and len(set(map(id, leaves))) == len(leaves)

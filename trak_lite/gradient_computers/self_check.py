@@ -131,8 +131,8 @@ class SelfCheck:
         """Check the next batch of every structure and size; called when the model has other weights."""
         if self._failed:
             self.restart()
-        for known in self._progress.values():
-            known.checked_sizes.clear()
+        for progress in self._progress.values():
+            progress.checked_sizes.clear()
         self._unconfirmed.clear()
 
     def key(self, structure: Any) -> Any:
@@ -141,12 +141,12 @@ class SelfCheck:
         Flags may choose the operations of a batch, so one sample of each such batch is compared off schedule.
         """
         *shapes, flags, outside = structure
-        known = self._flags.setdefault((*shapes, outside), set())
+        scheduled = self._flags.setdefault((*shapes, outside), set())
         if len(self._flags) > _MAX_STRUCTURES:
             del self._flags[next(iter(self._flags))]
-        if len(known) < _MOST_FLAGS:
-            known.add(flags)
-        return structure if flags in known else (*shapes, outside)
+        if len(scheduled) < _MOST_FLAGS:
+            scheduled.add(flags)
+        return structure if flags in scheduled else (*shapes, outside)
 
     def forget(self, structure: Any) -> None:
         """Reset the checks of a structure whose plan is made anew, unless that is for other weights."""
@@ -155,13 +155,15 @@ class SelfCheck:
 
     def is_due(self, structure: Any, size: int) -> bool:
         """Whether samples of the next batch of this structure are compared on schedule."""
-        known = self._progress.get(structure)
-        return known is None or size not in known.checked_sizes or is_scheduled(known.num_batches + 1)
+        progress = self._progress.get(structure)
+        return (
+            progress is None or size not in progress.checked_sizes or is_scheduled(progress.num_batches + 1)
+        )
 
     def is_first(self, structure: Any, size: int) -> bool:
         """Whether no batch of this structure had this size or a larger one."""
-        known = self._progress.get(structure)
-        return known is None or size > known.largest
+        progress = self._progress.get(structure)
+        return progress is None or size > progress.largest
 
     def name_rows(self, what: str, rows: NDArray[np.int64]) -> None:
         """Record the data rows of the next batch."""
@@ -180,17 +182,17 @@ class SelfCheck:
         self, structure: Any, size: int, kept: Kept, *, always: bool = False, whole: bool = False
     ) -> list[int]:
         """Return the positions to compare: ``always`` some, and ``whole`` all of the first batch of a size."""
-        known = self._progress.get(structure)
-        is_new = known is None or size not in known.checked_sizes
-        if known is None or (is_new and (whole or size not in known.num_checks)):
+        progress = self._progress.get(structure)
+        is_new = progress is None or size not in progress.checked_sizes
+        if progress is None or (is_new and (whole or size not in progress.num_checks)):
             per_sample = 8 * sum(min(p.numel(), _WIDTH) for p in kept.values())
             most = max(2, min(_SAMPLES_AT_FIRST, _MOST_KEPT_BYTES // per_sample))
             count = size if whole else min(size, most)
             return [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
-        scheduled = is_new or is_scheduled(known.num_batches + 1)
+        scheduled = is_new or is_scheduled(progress.num_batches + 1)
         if not (always or scheduled):
             return []
-        turn = known.num_checks.get(size, 0) % size
+        turn = progress.num_checks.get(size, 0) % size
         return sorted({0, turn, size - 1}) if scheduled else [turn]
 
     @contextmanager
@@ -210,16 +212,16 @@ class SelfCheck:
         except UnsupportedModelError:
             self._rows = rows  # the batch may run again in another way
             raise
-        known = self._progress.pop(structure, None) or _Progress()
+        progress = self._progress.pop(structure, None) or _Progress()
         # The trial of a few samples before the first batch does not count.
-        known.num_batches = known.num_batches + 1 if size <= known.largest else 1
-        known.largest = max(known.largest, size)
-        self._progress[structure] = known  # as the newest
+        progress.num_batches = progress.num_batches + 1 if size <= progress.largest else 1
+        progress.largest = max(progress.largest, size)
+        self._progress[structure] = progress  # as the newest
         if len(self._progress) > _MAX_STRUCTURES:
             del self._progress[next(iter(self._progress))]
         if positions:
-            known.num_checks[size] = known.num_checks.get(size, 0) + 1
-            known.checked_sizes.add(size)
+            progress.num_checks[size] = progress.num_checks.get(size, 0) + 1
+            progress.checked_sizes.add(size)
         if positions and confirms:
             self._unconfirmed.pop(structure, None)
         elif rows is not None:
@@ -246,10 +248,10 @@ class SelfCheck:
 
     def suspected(self, more: Iterable[NamedRows] = ()) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all batches since the last check of their structure that passed, and ``more``."""
-        found: dict[str, list[NDArray[np.int64]]] = {}
+        by_name: dict[str, list[NDArray[np.int64]]] = {}
         for what, rows in itertools.chain(more, *self._unconfirmed.values()):
-            found.setdefault(what, []).append(rows)
-        return {what: np.unique(np.concatenate(parts)) for what, parts in found.items()}
+            by_name.setdefault(what, []).append(rows)
+        return {what: np.unique(np.concatenate(parts)) for what, parts in by_name.items()}
 
 
 def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
@@ -274,17 +276,18 @@ def _flags(batch: Batch) -> Any:
     """
     if is_column(batch):
         return None
-    found: tuple[Any, ...] | None = None
+    flags: tuple[Any, ...] | None = None
     if isinstance(batch, Mapping):
-        found = tuple((key, _flags(value)) for key, value in batch.items())
+        flags = tuple((key, _flags(value)) for key, value in batch.items())
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        found = tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
+        flags = tuple(_flags(getattr(batch, f.name)) for f in dataclasses.fields(batch))
     elif isinstance(batch, tuple) or (isinstance(batch, list) and flatten_batch(batch)[0]):
-        found = tuple(map(_flags, batch))
-    if found is not None:
+        flags = tuple(map(_flags, batch))
+    if flags is not None:
         beside = attributes_beside(batch)
-        return (*found, *((name, _flags(value)) for name, value in beside.items())) if beside else found
-    return batch if isinstance(batch, bool | int | float | str) else None
+        return (*flags, *((name, _flags(value)) for name, value in beside.items())) if beside else flags
+    # 1, 1.0 and True are equal, and NaN is not equal to itself.
+    return (type(batch), repr(batch)) if isinstance(batch, bool | int | float | str) else None
 
 
 def draws_masks(tree: ModelTree) -> bool:
@@ -393,11 +396,11 @@ _Limits = Mapping[str, float]
 """Allowed relative errors, by parameter."""
 
 
-def _differences(found: Tensor, expected: Tensor, kept: Kept) -> _Differences:
+def _differences(actual: Tensor, expected: Tensor, kept: Kept) -> _Differences:
     """Return the differences between two gradients, given by their numbers ``(W,)``, by parameter name."""
     widths = [min(p.numel(), _WIDTH) for p in kept.values()]
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        parts = [*torch.split(found - expected, widths), *torch.split(expected, widths)]
+        parts = [*torch.split(actual - expected, widths), *torch.split(expected, widths)]
         sizes = torch.stack(torch._foreach_norm(parts)).tolist()
     differences = {}
     for (name, p), error, norm in zip(kept.items(), sizes[: len(kept)], sizes[len(kept) :], strict=True):
@@ -436,28 +439,28 @@ def compare(
         for table in (_ROUNDING, _TIES)
     )
     sums, doubtful = samples.sums(kept), dict[int, _Differences]()
-    for found, position in zip(sums, samples.positions, strict=True):
-        differences = _differences(found, _alone(computer, take_rows(batch, [position]), 0, kept), kept)
+    for actual, position in zip(sums, samples.positions, strict=True):
+        differences = _differences(actual, _alone(computer, take_rows(batch, [position]), 0, kept), kept)
         if _wrong(differences, rounding) is not None:
             doubtful[position] = differences
     if not doubtful:
         return
     # Equality of a part does not vouch for errors that no tie explains.
-    needs_whole = needs_whole or any(_wrong(known, ties) is not None for known in doubtful.values())
+    needs_whole = needs_whole or any(_wrong(errors, ties) is not None for errors in doubtful.values())
     exact = _equal_in_float64(computer, batch, kept, list(doubtful), needs_whole)
     # Use a second pass only if the first one drew other random numbers: a model may cache values between passes.
     if draws_numbers(computer, take_rows(batch, [0])):
         again = _repeated(computer, batch, kept, list(doubtful))
-        doubtful = {position: known for position, (_, known) in zip(doubtful, again, strict=True)}
+        doubtful = {position: errors for position, (_, errors) in zip(doubtful, again, strict=True)}
     elif exact is not None:
-        own = dict(zip(samples.positions, sums, strict=True))
-        for (position, known), right in zip(doubtful.items(), exact, strict=True):
+        by_position = dict(zip(samples.positions, sums, strict=True))
+        for (position, errors), right in zip(doubtful.items(), exact, strict=True):
             # In bfloat16 the reference may be less accurate than the compared gradient: torch sums the gradient of a
             # LayerNorm's bias over the positions in bfloat16.
-            other = _differences(own[position], right, kept)
+            other = _differences(by_position[position], right, kept)
             doubtful[position] = {
                 name: value._replace(error=min(value.error, other[name].error))
-                for name, value in known.items()
+                for name, value in errors.items()
             }
     _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, exact is not None)
 
@@ -466,13 +469,13 @@ def _repeated(
     computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int]
 ) -> Iterator[tuple[Tensor, _Differences]]:
     """Stream some samples again; yield each one's numbers and its differences from a reference with the same draws."""
-    for again, part, places in computer.repeated(batch, positions):
-        samples = Samples(places, kept)
+    for again, part, rows in computer.repeated(batch, positions):
+        samples = Samples(rows, kept)
         with restoring_draws(computer.model, 0):
             again.stream_gradients(part, samples.passing(lambda _: None))
-        for found, place in zip(samples.sums(kept), places, strict=True):
-            expected = _alone(again, take_rows(part, [place]), 0, kept, seed=0)
-            yield found, _differences(found, expected, kept)
+        for actual, row in zip(samples.sums(kept), rows, strict=True):
+            expected = _alone(again, take_rows(part, [row]), 0, kept, seed=0)
+            yield actual, _differences(actual, expected, kept)
 
 
 def _equal_in_float64(
@@ -485,44 +488,44 @@ def _equal_in_float64(
     if not fits_in_float64(computer.model):
         return None
     computer.undo_passes()
-    part, places = batch, positions
-    seen = SeenDtypes()
+    part, rows = batch, positions
+    mode = SeenDtypes()
     try:
-        with in_float64(computer.model), seen:
+        with in_float64(computer.model), mode:
             part = map_tensors(widened, batch)
             if not needs_whole:
-                part, places = computer.enough_for(part, positions)
-            found = list(_repeated(computer, part, kept, places))
+                part, rows = computer.enough_for(part, positions)
+            repeats = list(_repeated(computer, part, kept, rows))
     except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
         refuse_machine_failure(error)
         logger.debug("Not compared in float64: %s", error)  # the model or the device does not support float64
         return None
-    exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in seen.dtypes))
-    wrong = [differences for _, differences in found if _wrong(differences, exact) is not None]
-    if wrong and seen.dtypes == {torch.float64}:
-        _refuse(computer, take_rows(batch, positions), wrong[0], exact)
-    return None if wrong else [own for own, _ in found]
+    exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in mode.dtypes))
+    wrong = [differences for _, differences in repeats if _wrong(differences, exact) is not None]
+    if wrong and mode.dtypes == {torch.float64}:
+        _refuse(computer, batch, positions, wrong[0], exact)
+    return None if wrong else [sums for sums, _ in repeats]
 
 
 def _refuse_beyond_spread(
     computer: CheckedComputer,
     batch: Batch,
     kept: Kept,
-    found: Mapping[int, _Differences],
+    doubtful: Mapping[int, _Differences],
     rounding: _Limits,
     ties: _Limits,
     equal: bool,
 ) -> None:
     """Raise if an error is far larger than the difference between two references.
 
-    ``found`` has the differences by position; ``equal`` says whether the gradients are equal in float64.
+    ``doubtful`` has the differences by position; ``equal`` says whether the gradients are equal in float64.
 
     The two references are the sample alone, and a batch of copies of the sample with the size of the original batch.
     The copies run in the same kernels as the original batch, so that rounding decides their ties in the same way. The
     copies may also lose rows in the same way (a limit on an expert's rows). Unless equality in float64 excludes that,
     the difference between the references allows at most the error of a tie.
     """
-    for position, differences in found.items():
+    for position, differences in doubtful.items():
         if _wrong(differences, ties if equal else rounding) is None:
             continue
         copies = take_rows(batch, [position] * batch_size(batch))
@@ -533,28 +536,34 @@ def _refuse_beyond_spread(
         except MODEL_FAILURES as error:  # for example, a model that takes one sample at a time
             refuse_machine_failure(error)
             logger.debug("Not compared with copies: %s", error)
-        largest = max((known.norm for known in spread.values()), default=0.0)
+        largest = max((difference.norm for difference in spread.values()), default=0.0)
         limits = dict(ties)
-        for name, known in spread.items():
-            seen = _SPREAD * known.error / max(known.norm, 1e-2 * largest, known.unit)
-            limits[name] = max(ties[name], seen) if equal else min(max(rounding[name], seen), ties[name])
-        _refuse(computer, take_rows(batch, [position]), differences, limits)
+        for name, difference in spread.items():
+            limit = _SPREAD * difference.error / max(difference.norm, 1e-2 * largest, difference.unit)
+            limits[name] = max(ties[name], limit) if equal else min(max(rounding[name], limit), ties[name])
+        _refuse(computer, batch, [position], differences, limits)
 
 
 def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
     """Return the first parameter whose gradient differs by more than allowed, or ``None``."""
-    largest = max(known.norm for known in differences.values())
-    for name, known in differences.items():
-        if known.error > allowed[name] * max(known.norm, 1e-2 * largest) + known.unit:
+    largest = max(difference.norm for difference in differences.values())
+    for name, difference in differences.items():
+        if difference.error > allowed[name] * max(difference.norm, 1e-2 * largest) + difference.unit:
             return name
     return None
 
 
-def _refuse(computer: CheckedComputer, batch: Batch, differences: _Differences, allowed: _Limits) -> None:
+def _refuse(
+    computer: CheckedComputer,
+    batch: Batch,
+    positions: Sequence[int],
+    differences: _Differences,
+    allowed: _Limits,
+) -> None:
     name = _wrong(differences, allowed)
     if name is not None:
-        refuse_changing(computer, batch)
-        known = differences[name]
+        refuse_changing(computer, take_rows(batch, positions))
+        difference = differences[name]
         advice = computer.advice_for(batch_size(batch))
         if dict(computer.model.named_parameters())[name]._backward_hooks:
             advice = (
@@ -564,7 +573,7 @@ def _refuse(computer: CheckedComputer, batch: Batch, differences: _Differences, 
             )
         raise SelfCheckError(
             f"The self-check failed: the gradient of {name!r} differs from autograd's on one sample alone by "
-            f"{known.error:.3g}, where its norm is {known.norm:.3g}. Expected equality up to rounding. "
+            f"{difference.error:.3g}, where its norm is {difference.norm:.3g}. Expected equality up to rounding. "
             f"{advice}"
         )
 

@@ -134,8 +134,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
         self._reading = None  # no cycle holds the tensors
         young = set(map(id, gc.get_objects()))
-        known = self._constants.items()
-        made = [tensor for number, tensor in known if id(tensor) in young and self._is_unknown(number)]
+        constants = self._constants.items()
+        made = [tensor for number, tensor in constants if id(tensor) in young and self._is_unknown(number)]
         if made:
             gc.collect()  # graphs of autograd, which hold tensors as a traced module holds its own
         gc.unfreeze()
@@ -210,12 +210,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             number = self._numbers.get(leaf)
             if number is None:
                 storage = leaf.untyped_storage()
-                place, root = storage._cdata, next((self._roots[n] for n in step.reads if is_view), None)
+                cdata, root = storage._cdata, next((self._roots[n] for n in step.reads if is_view), None)
                 if root is None:  # some views do not say so, such as _unsafe_view after a product
-                    root = self._memory.get(place, self._made[place][0] if place in self._made else None)
+                    root = self._memory.get(cdata, self._made[cdata][0] if cdata in self._made else None)
                 number = self._new(leaf, varies if root is None else varies or self._varies[root], root)
-                if place not in self._memory and place not in self._made:
-                    self._made[place] = self._roots[number], StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if cdata not in self._memory and cdata not in self._made:
+                    self._made[cdata] = self._roots[number], StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 num_bytes = leaf.numel() * leaf.element_size()
                 small = num_bytes <= min(_MOST_BUFFER_BYTES, self._bytes_left)
                 if is_view and anchored and not step.writes:
@@ -275,8 +275,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed = self._fixed(written, {self._roots[number] for number in numbers})
         for number in range(self._num_inputs):
             del fixed[number]
-        own = [n for n in fixed if n not in self._constants and self._roots[n] == n]
-        return Recording(self._steps, range(self._num_inputs), fixed, numbers, own, self._roots)
+        intermediates = [n for n in fixed if n not in self._constants and self._roots[n] == n]
+        return Recording(self._steps, range(self._num_inputs), fixed, numbers, intermediates, self._roots)
 
     def constants(self) -> list[Tensor]:
         """Return the tensors from outside whose values replays take to be those of the recorded batch."""
@@ -292,8 +292,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fixed = dict(self._constants)
         inputs = {self._roots[number] for number in range(self._num_inputs)}
         for step in self._steps:
-            known = all(number in fixed for number in step.reads)
-            steady = known and not any(
+            reads_fixed = all(number in fixed for number in step.reads)
+            steady = reads_fixed and not any(
                 self._varies[self._roots[n]] or self._roots[n] in written for n in step.reads
             )
             for number in step.outputs:
@@ -305,7 +305,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     keeps = step.name in BUFFERS and root not in returned
                     keeps = keeps or (steady and root not in written and step.name not in UNINITIALISED)
                 else:
-                    keeps = known and root in fixed and root not in inputs
+                    keeps = reads_fixed and root in fixed and root not in inputs
                 if keeps:
                     fixed[number] = held
         return fixed
@@ -323,21 +323,22 @@ class _UnseenReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         values = [*args, *kwargs.values()]
         index = values[1] if name in _INDEXES else ()
+        sizes = values[1:] if args else [value for key, value in kwargs.items() if key != "input"]
         if (
             name in _UNSEEN_READS
             or (name in _CONSTRUCTORS and any(map(_lists_tensors, values)))
             or any(map(_lists_tensors, index if isinstance(index, tuple) else [index]))
-            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in tensors_of(values[1:])))
+            or (name in _READ_SIZES and any(tensor.dtype == torch.int64 for tensor in tensors_of(sizes)))
         ):
             self._tape.refuse(f"values are read by {name}, which is no operation")
         if name in _CONVERSIONS:
             num_steps = len(self._tape._steps)
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             if len(self._tape._steps) == num_steps:
                 self._tape.refuse(
                     f"values are read by {name} without an operation, as for the entries of a list"
                 )
-            return found
+            return result
         if func is torch.nn.functional.one_hot and values[-1] is not values[0] and values[-1] > 0:
             # It only refuses classes that do not fit, as its scatter does in a replay.
             with self._tape.reads_ignored():

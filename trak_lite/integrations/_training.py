@@ -1,4 +1,4 @@
-"""Helpers for code that runs during a training: check the trained model, featurize what it saves."""
+"""Helpers for trained models: check them, use them without mixed precision, featurize what a training saves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
     Raises:
         InvalidInputError: If they belong to another model, or training has replaced (sharded) or moved them.
     """
-    own = {id(p) for p in trained.parameters()}
-    foreign = [name for name, p in attributor.model.named_parameters() if id(p) not in own]
+    parameter_ids = {id(p) for p in trained.parameters()}
+    foreign = [name for name, p in attributor.model.named_parameters() if id(p) not in parameter_ids]
     if foreign:
         raise InvalidInputError(
             f"{len(foreign)} parameters of the attributor's {type(attributor.model).__name__} ({foreign[:3]}) are not "
@@ -34,6 +34,23 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
             f"The attributor runs on {here}, but the model is trained on {there}, so every checkpoint would move the "
             f"model. Pass device={str(there)!r} to the attributor."
         )
+
+
+def without_mixed_precision(model: nn.Module) -> nn.Module:
+    """Return a module of the same class with the same submodules, parameters and buffers, and its own forward.
+
+    For mixed precision, the trainer replaces the forward method of the model when training begins and does not restore
+    it. Per-sample gradients need the original forward in the dtype of the weights.
+    """
+    twin = type(model).__new__(type(model))
+    vars(twin).update(vars(model))
+    forward = vars(twin).pop("_original_forward", None)
+    if forward is not None:
+        del vars(twin)["forward"]
+        # Keep a forward method of another library, for example of fused kernels.
+        if getattr(forward, "__func__", None) is not type(model).forward:
+            vars(twin)["forward"] = forward
+    return twin
 
 
 class SavedFeatures:

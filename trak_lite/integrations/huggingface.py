@@ -33,7 +33,7 @@ from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
-from trak_lite.integrations._training import SavedFeatures, refuse_other_model
+from trak_lite.integrations._training import SavedFeatures, refuse_other_model, without_mixed_precision
 from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task, warn_of_balance
 from trak_lite.modelout_functions import ModelCall, require_separate_documents
 from trak_lite.models.borrowing import borrow_model
@@ -136,17 +136,17 @@ def attributor_from_trainer(
     kind = trl_class(trainer)
     if kind is not None and "collate" not in settings:
         collate = trl_collate(trainer, kind, collate)
-    given = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
-    probed = Rows(data, collate=given["collate"], what="the trainer's train dataset")
+    arguments = {"collate": collate, "batch_size": trainer.args.per_device_train_batch_size, **settings}
+    probed = Rows(data, collate=arguments["collate"], what="the trainer's train dataset")
     if task is None and kind is not None:
         task = trl_task(trainer, kind, data)
     elif task is None:
         _refuse_other_loss(trainer)
         task = task_of(trainer.model)
-    attributor = Attributor(_without_autocast(trainer.model), task, path, **given)
+    attributor = Attributor(without_mixed_precision(trainer.model), task, path, **arguments)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
-        _refuse_unstable(attributor, probed, alone=given["batch_size"] == 1)
-        if isinstance(given["collate"], DocumentCollator):
+        _refuse_unstable(attributor, probed, alone=arguments["batch_size"] == 1)
+        if isinstance(arguments["collate"], DocumentCollator):
             some = range(min(len(probed), max(2, trainer.args.per_device_train_batch_size)))
             joined = trainer.data_collator([probed.dataset[row] for row in some])
             require_separate_documents(attributor.model, Documents([joined]), attributor.device)
@@ -204,23 +204,6 @@ def task_of(model: nn.Module) -> str:
     )
 
 
-def _without_autocast(model: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same submodules, parameters and buffers, and its own forward.
-
-    For mixed precision, the trainer replaces the forward method of the model when training begins and does not restore
-    it. Per-sample gradients need the original forward in the dtype of the weights.
-    """
-    twin = type(model).__new__(type(model))
-    vars(twin).update(vars(model))
-    own = vars(twin).pop("_original_forward", None)
-    if own is not None:
-        del vars(twin)["forward"]
-        # Keep a forward method of another library, for example of fused kernels.
-        if getattr(own, "__func__", None) is not type(model).forward:
-            vars(twin)["forward"] = own
-    return twin
-
-
 def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:
     """Raise if one of two rows is random, or depends on the other unless all batches have one row (``alone``)."""
     by_length = sorted(range(min(_NUM_PROBES, len(rows))), key=lambda row: _length(rows.dataset[row]))
@@ -250,12 +233,12 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
         return
     dtypes = {p.dtype for p in attributor.model.parameters() if p.is_floating_point()} or {torch.float32}
     tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    for row, beside, own in zip(pair, together.tolist(), torch.cat(apart).tolist(), strict=True):
-        if abs(beside - own) > tolerance * (1 + abs(own)):
+    for row, beside, separate in zip(pair, together.tolist(), torch.cat(apart).tolist(), strict=True):
+        if abs(beside - separate) > tolerance * (1 + abs(separate)):
             raise InvalidInputError(
-                f"Row {row} of {rows.what} gives f = {own:.6g} alone and {beside:.6g} in a batch with rows {pair}, so "
-                "its gradient would depend on the other rows. Expected padding that the model ignores: pad on the "
-                "right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
+                f"Row {row} of {rows.what} gives f = {separate:.6g} alone and {beside:.6g} in a batch with rows "
+                f"{pair}, so its gradient would depend on the other rows. Expected padding that the model ignores: pad "
+                "on the right (tokenizer.padding_side = 'right'), give an attention_mask, or pass batch_size=1."
             )
 
 

@@ -92,8 +92,8 @@ def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = Tru
         CheckpointError: If the file cannot be read, or has no weight with the prefix.
     """
     state: Mapping[str, Tensor] = read_weights(Path(path), weights_only=weights_only)
-    found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    if not found:
+    weights = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not weights:
         raise CheckpointError(
             f"{path} has no weight with the prefix {prefix!r}: found {list(state)[:5]}. Pass the name of the "
             "attributor's model inside the LightningModule, with a dot at the end."
@@ -103,7 +103,7 @@ def ckpt_weights(path: str | Path, *, prefix: str = "", weights_only: bool = Tru
         for name, version in module_versions(state).items()
         if f"{name}.".startswith(prefix)
     }
-    return with_versions(found, versions)
+    return with_versions(weights, versions)
 
 
 def _savers(trainer: Trainer) -> list[Any]:

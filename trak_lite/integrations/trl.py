@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trak_lite.data.datasets import Collate
 from trak_lite.errors import InvalidInputError
+from trak_lite.integrations._training import without_mixed_precision
 from trak_lite.modelout_functions import DPOModelOutput, PolicyGradientModelOutput, reference_columns
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.run.settings import Task
@@ -45,9 +46,11 @@ _OF_TOKENS = {"old_per_token_logps": "old_logps", "ref_per_token_logps": "ref_lo
 def preference_rows(trainer: Any, data: Any = None) -> Any:
     """Return the rows of a ``DPOTrainer`` with the reference's log-probabilities as columns.
 
-    Columns that the trainer has computed (``precompute_ref_log_probs``) are used. Otherwise one pass without gradients
-    computes them: of the trainer's ``ref_model``, or of the PEFT model without its adapter (with the adapter ``"ref"``
-    if TRL keeps a copy under this name). Dropout is off. Weights, modes and ``requires_grad`` are restored.
+    Columns that the trainer has computed (``precompute_ref_log_probs``) are used, unless it computed them in half
+    precision for weights in float32 (``bf16`` and ``fp16``), unlike f. Otherwise one pass without gradients computes
+    them, in the dtype of the weights: of the trainer's ``ref_model``, or of the PEFT model without its adapter (with
+    the adapter ``"ref"`` if TRL keeps a copy under this name). Dropout is off. Weights, modes and ``requires_grad``
+    are restored.
 
     Args:
         trainer: A ``trl.DPOTrainer``.
@@ -63,7 +66,8 @@ def preference_rows(trainer: Any, data: Any = None) -> Any:
     if trl_class(trainer) != DPO:
         raise InvalidInputError(f"The trainer is a {type(trainer).__name__}. Expected a trl.DPOTrainer.")
     data = trainer.train_dataset if data is None else data
-    if all(name in data.column_names for name in REFERENCES):
+    computed = [name for name in REFERENCES if name in data.column_names]
+    if len(computed) == len(REFERENCES) and not _rounds_references(trainer):
         return data
     if getattr(trainer.args, "sync_ref_model", False):
         raise InvalidInputError(
@@ -76,6 +80,7 @@ def preference_rows(trainer: Any, data: Any = None) -> Any:
     batches = (collate([data[row] for row in range(start, min(start + size, len(data)))]) for start in starts)
     with _reference_of(trainer) as reference:
         columns = reference_columns(reference, batches)
+    data = data.remove_columns(computed)
     for name, column in columns.items():
         data = data.add_column(name, column.tolist())
     return data
@@ -125,9 +130,9 @@ def rollout_rows(inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     rows = []
     for row in (in_loss.sum(1) > 0).nonzero().flatten().tolist():
         stop = int(mask[row].nonzero().max()) + 1
-        found = {name: column[row, :stop] for name, column in columns.items()}
-        found["advantages"] = advantages[row] if advantages.dim() == 1 else advantages[row, :stop]
-        rows.append({name: value.detach().cpu().clone() for name, value in found.items()})
+        sample = {name: column[row, :stop] for name, column in columns.items()}
+        sample["advantages"] = advantages[row] if advantages.dim() == 1 else advantages[row, :stop]
+        rows.append({name: value.detach().cpu().clone() for name, value in sample.items()})
     if len(rows) < len(ids):
         logger.info("Left out %d of %d rows without tokens in the loss.", len(ids) - len(rows), len(ids))
     return rows
@@ -160,14 +165,14 @@ def recorded_rollouts(trainer: Any) -> Iterator[list[dict[str, Tensor]]]:
             rows.extend(rollout_rows(inputs))
         return compute(model, inputs, *args, **kwargs)
 
-    own = vars(trainer).get("compute_loss")
+    override = vars(trainer).get("compute_loss")
     trainer.compute_loss = recording
     try:
         yield rows
     finally:
         del trainer.compute_loss
-        if own is not None:
-            trainer.compute_loss = own
+        if override is not None:
+            trainer.compute_loss = override
 
 
 def _after(prompt: Tensor, values: Tensor) -> Tensor:
@@ -175,13 +180,21 @@ def _after(prompt: Tensor, values: Tensor) -> Tensor:
     return torch.cat([values.new_zeros(prompt.shape), values], 1)
 
 
+def _rounds_references(trainer: Any) -> bool:
+    """Whether a ``DPOTrainer`` has computed the reference's columns in half precision, for weights in float32."""
+    args, weight = trainer.args, next(trainer.model.parameters())
+    return bool(args.precompute_ref_log_probs and (args.bf16 or args.fp16) and weight.dtype == torch.float32)
+
+
 @contextmanager
 def _reference_of(trainer: Any) -> Iterator[nn.Module]:
     """Yield the frozen reference of a ``DPOTrainer``; restore adapters and flags of its model."""
-    model: Any = trainer.model
     if trainer.ref_model is not None:
-        yield trainer.ref_model
+        yield without_mixed_precision(trainer.ref_model)
         return
+    model: Any = without_mixed_precision(
+        trainer.model
+    )  # first: without an adapter, PEFT may have another forward
     if not hasattr(model, "disable_adapter"):
         raise InvalidInputError(
             f"The DPOTrainer has no reference model any more: its {type(model).__name__} is the trained policy. Use "
@@ -250,8 +263,8 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
             "function f(model_call, batch) -> (B,), and collate=... for the batches that it takes."
         )
     args = trainer.args
-    found = {name: getattr(args, name, values[0]) for name, values in _SUPPORTED[kind].items()}
-    other = {name: value for name, value in found.items() if value not in _SUPPORTED[kind][name]}
+    settings = {name: getattr(args, name, values[0]) for name, values in _SUPPORTED[kind].items()}
+    other = {name: value for name, value in settings.items() if value not in _SUPPORTED[kind][name]}
     if getattr(trainer, "compute_loss_func", None) is not None:
         other["compute_loss_func"] = trainer.compute_loss_func
     if other:
@@ -267,6 +280,14 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
             raise InvalidInputError(
                 f"The rows lack the reference's log-probabilities {list(REFERENCES)}. Compute them once: rows = "
                 "preference_rows(trainer); pass rows=rows here and to featurize."
+            )
+        if rows is trainer.train_dataset and _rounds_references(trainer):
+            warnings.warn(
+                "The trainer computed the reference's log-probabilities in half precision (bf16 or fp16), and f is "
+                "computed in float32. Compute them in float32, too: rows = preference_rows(trainer); pass rows=rows "
+                "here and to featurize.",
+                UserWarning,
+                stacklevel=3,
             )
         return DPOModelOutput(beta=args.beta)
     if kind == GRPO:
@@ -292,15 +313,15 @@ def trl_collate(trainer: Any, kind: str, collate: Collate) -> Collate:
         InvalidInputError: If the collator joins texts to one row, and is not that of ``SFTTrainer``.
     """
     if getattr(trainer, "padding_free", False):
-        own = trainer.data_collator
-        if kind == SFT and hasattr(own, "padding_free"):
-            padding = copy.copy(own)
+        collator = trainer.data_collator
+        if kind == SFT and hasattr(collator, "padding_free"):
+            padding = copy.copy(collator)
             padding.padding_free = False
             return DocumentCollator(padding)
         raise InvalidInputError(
-            f"The {kind} joins all texts of a batch to one row with its {type(own).__name__} (padding_free). Expected "
-            "one row per text: train with padding_free=False, or pass collate=..., a collator that pads, such as "
-            "trak_lite.pad_documents."
+            f"The {kind} joins all texts of a batch to one row with its {type(collator).__name__} (padding_free). "
+            "Expected one row per text: train with padding_free=False, or pass collate=..., a collator that pads, such "
+            "as trak_lite.pad_documents."
         )
     if kind in (DPO, REWARD):
         return PairCollator(collate)
@@ -363,8 +384,8 @@ class PairCollator:
             )
         halves = {name: value.chunk(2) for name, value in batch.items()}
         sides = {
-            f"{side}_{name}": pair[place]
-            for place, side in enumerate(("chosen", "rejected"))
+            f"{side}_{name}": pair[index]
+            for index, side in enumerate(("chosen", "rejected"))
             for name, pair in halves.items()
         }
         return sides | shared

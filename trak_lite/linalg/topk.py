@@ -90,8 +90,8 @@ class TopK:
             StateError: If no row has been added.
             NonFiniteError: If a score on an accelerator was NaN or infinite.
         """
-        if self._first_bad is not None and (place := int(self._first_bad)) >= 0:
-            raise not_finite(*divmod(place, self._num_targets), float(self._bad_value))
+        if self._first_bad is not None and (index := int(self._first_bad)) >= 0:
+            raise not_finite(*divmod(index, self._num_targets), float(self._bad_value))
         if self._rows is None or self._keys is None:
             raise StateError("TopK has seen no row. Call update with at least one row of scores first.")
         return self._rows.clone(), self._keys.mul(self._factor).add_(0.0)
@@ -106,20 +106,20 @@ class TopK:
         if self._keys.shape[1] < self._k:
             return False
         cut = self._keys[:, -1] * self._factor
-        places, targets = torch.nonzero(block >= cut if self._factor > 0 else block <= cut, as_tuple=True)
+        positions, targets = torch.nonzero(block >= cut if self._factor > 0 else block <= cut, as_tuple=True)
         if len(targets) * _FEW > block.numel():
             return False
         if len(targets):
             targets, order = targets.sort(stable=True)
-            places = places[order]
+            positions = positions[order]
             counts = torch.bincount(targets, minlength=self._num_targets)
             column = torch.arange(len(targets), device="cpu") - (counts.cumsum(0) - counts)[targets]
             keys = torch.full(
                 (self._num_targets, int(counts.max())), -torch.inf, dtype=block.dtype, device="cpu"
             )
-            keys[targets, column] = block[places, targets] * self._factor + 0.0
+            keys[targets, column] = block[positions, targets] * self._factor + 0.0
             rows = torch.zeros(keys.shape, dtype=torch.int64, device="cpu")
-            rows[targets, column] = places + first_row
+            rows[targets, column] = positions + first_row
             rows, keys = torch.cat([self._rows, rows], 1), torch.cat([self._keys, keys], 1)
             self._rows, self._keys = _best_first(rows, keys, self._k)
         return True
@@ -154,9 +154,9 @@ class TopK:
         if not block.numel():
             return
         bad = ~torch.isfinite(block).flatten()
-        place = bad.int().argmax()
-        value = block.flatten().take(place)
-        number = torch.where(bad.any(), place + first_row * self._num_targets, -1)
+        index = bad.int().argmax()
+        value = block.flatten().take(index)
+        number = torch.where(bad.any(), index + first_row * self._num_targets, -1)
         if self._first_bad is not None:
             earlier = self._first_bad >= 0
             number = torch.where(earlier, self._first_bad, number)
@@ -212,9 +212,9 @@ def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if keys.device.type == "cpu":
         rows = selected.nonzero()[:, 1].reshape(keys.shape[0], k)
     else:  # nonzero would wait for the number of entries, which is known
-        places = selected.cumsum(1).sub_(1).masked_fill_(~selected, k)
-        columns = torch.arange(keys.shape[1], device=keys.device).expand_as(places)
-        rows = places.new_zeros(keys.shape[0], k + 1).scatter_(1, places, columns)[:, :k]
+        slots = selected.cumsum(1).sub_(1).masked_fill_(~selected, k)
+        columns = torch.arange(keys.shape[1], device=keys.device).expand_as(slots)
+        rows = slots.new_zeros(keys.shape[0], k + 1).scatter_(1, slots, columns)[:, :k]
     return rows, keys.gather(1, rows)
 
 

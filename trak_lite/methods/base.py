@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.core.json_text import shown
 from trak_lite.core.validate import one_of, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import KernelSettings
@@ -109,6 +110,11 @@ class AbstractMethod(ABC):
             for name, check in vars(cls).get("_checks", {}).items():
                 object.__setattr__(self, name, check(**{name: getattr(self, name)}))
 
+    def __str__(self) -> str:
+        """Return the class and its fields; of a long field, such as a fit, the first values."""
+        texts = (f"{field.name}={shown(getattr(self, field.name))}" for field in fields(self) if field.repr)
+        return f"{self.name}({', '.join(texts)})"
+
     @property
     @abstractmethod
     def kernel(self) -> KernelSettings | None:
@@ -127,10 +133,10 @@ class AbstractMethod(ABC):
     @property
     def transforms_rows(self) -> bool:
         """Whether the method changes rows before the product."""
-        own = type(self)
+        cls = type(self)
         return (
-            own.transform is not AbstractMethod.transform
-            or own.transform_targets is not AbstractMethod.transform_targets
+            cls.transform is not AbstractMethod.transform
+            or cls.transform_targets is not AbstractMethod.transform_targets
         )
 
     @property
@@ -205,16 +211,16 @@ class AbstractMethod(ABC):
         Raises:
             InvalidInputError: If the number of weights is not the number of checkpoints.
         """
-        given = getattr(self, self._field_of_weights)
-        if given is None:
+        weights = getattr(self, self._field_of_weights)
+        if weights is None:
             return (1.0 / num_checkpoints,) * num_checkpoints
-        if len(given) != num_checkpoints:
+        if len(weights) != num_checkpoints:
             raise InvalidInputError(
-                f"{self._field_of_weights} has {len(given)} numbers, but {num_checkpoints} checkpoints are scored. "
+                f"{self._field_of_weights} has {len(weights)} numbers, but {num_checkpoints} checkpoints are scored. "
                 "Give one per checkpoint, in their order, or name the checkpoints: score(..., checkpoints=[...]). "
                 "Checkpoints with equal weights are one: give the sum of their numbers."
             )
-        return tuple(given)
+        return tuple(weights)
 
     def to_json(self) -> dict[str, Any]:
         """Return the name and the fields as JSON values: the identity of the method in a store.
@@ -222,11 +228,10 @@ class AbstractMethod(ABC):
         Raises:
             InvalidInputError: If a field of an own class has no such value; names the field.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         for name, value in plain.items():
             try:
-                json.dumps(value, allow_nan=False)
+                plain[name] = json.loads(json.dumps(value, allow_nan=False))  # as a store returns it
             except (TypeError, ValueError) as error:
                 raise InvalidInputError(
                     f"{self.name}.{name} must be a text, a finite number, True, False, None, or a tuple of these, "
@@ -261,7 +266,7 @@ class AbstractKernelMethod(AbstractMethod):
     :data:`~trak_lite.linalg.kernel.DEFAULT_SHARES`."""
 
     weighting: ClassVar[Literal["curvature", "none", "fisher"]]
-    """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.KernelSettings`."""
+    """Weighting of the kernel matrix; see :class:`~trak_lite.linalg.kernel.KernelSettings`."""
     _checks: ClassVar = {"damping": optional(partial(real_at_least, 0.0)), "layout": CHECK_LAYOUT}
 
     @property

@@ -107,8 +107,9 @@ class Mean(AbstractMatrixMethod):
         if len(methods) < 2:
             raise InvalidInputError(f"Mean takes two or more methods, got {methods!r:.200}.")
         methods = tuple(map(as_method, methods))
-        given = (1.0,) * len(methods) if method_weights is None else method_weights
-        numbers = tuple(real_at_least(0.0, method_weights=weight) for weight in given)
+        weights = (1.0,) * len(methods) if method_weights is None else method_weights
+        listed = weights if hasattr(weights, "__len__") else ()
+        numbers = tuple(real_at_least(0.0, method_weights=weight) for weight in listed)
         if len(numbers) != len(methods) or not sum(numbers):
             raise InvalidInputError(
                 f"method_weights must be one per method and not all zero, got {method_weights!r}."

@@ -44,12 +44,12 @@ def as_method(method: Method) -> AbstractMethod:
             )
         return method
     values = {"name": method} if isinstance(method, str) else method
-    given = values.get("name") if isinstance(values, Mapping) else None
-    cls = _BY_LOWER_CASE.get(str(given).lower())
+    method_name = values.get("name") if isinstance(values, Mapping) else None
+    cls = _BY_LOWER_CASE.get(str(method_name).lower())
     if cls is None:
         if isinstance(method, type) and issubclass(method, AbstractMethod):
             raise InvalidInputError(f"method must be an instance, got the class. Write {method.__name__}().")
-        near = difflib.get_close_matches(str(given).lower(), _BY_LOWER_CASE, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(method_name).lower(), _BY_LOWER_CASE, n=1, cutoff=0.5)
         hint = f" Did you mean {_BY_LOWER_CASE[near[0]].__name__!r}?" if near else ""
         raise InvalidInputError(
             f"method must be a name of {', '.join(map(repr, METHODS))}, a mapping with that name and fields, or an "

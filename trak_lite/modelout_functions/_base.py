@@ -169,15 +169,15 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         """
         # The two methods of the original TRAK, the first sample by sample; w is zero.
         count = batch_size(batch)
-        given = model_call.model, model_call.parameters, model_call.buffers
+        model_args = model_call.model, model_call.parameters, model_call.buffers
         samples = (take_rows(batch, index) for index in range(count))
         outputs = [
-            self.get_output(*given, *(sample if isinstance(sample, tuple | list) else (sample,)))
+            self.get_output(*model_args, *(sample if isinstance(sample, tuple | list) else (sample,)))
             for sample in samples
         ]
         output = torch.stack([value.reshape(()) for value in outputs])
         with torch.no_grad():
-            grad = self.get_out_to_loss_grad(*given, batch)
+            grad = self.get_out_to_loss_grad(*model_args, batch)
         grad = grad.detach().reshape(count)
         return OutputTerms(output, grad, torch.zeros_like(grad))
 
@@ -271,7 +271,7 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
 
 def _definer(cls: type, name: str) -> int:
     """Return the index in ``cls.__mro__`` of the class that provides ``name``."""
-    return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
+    return next(index for index, base in enumerate(cls.__mro__) if name in vars(base))
 
 
 @final
@@ -302,9 +302,9 @@ class CallableModelOutput(AbstractModelOutput):
         if not isinstance(output, Tensor) or output.shape != expected:
             shape = output.shape if isinstance(output, Tensor) else ()
             returned, wanted = shape_texts(shape, expected)
-            seen = f"shape {returned}" if isinstance(output, Tensor) else type(output).__name__
+            result = f"shape {returned}" if isinstance(output, Tensor) else type(output).__name__
             raise InvalidInputError(
-                f"The model output function returned {seen}. Expected a tensor of shape {wanted}, one "
+                f"The model output function returned {result}. Expected a tensor of shape {wanted}, one "
                 "number per sample and no mean or sum over the batch."
             )
         return linear_terms(precise(output, what="The model output function's result"))
@@ -348,8 +348,8 @@ def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
     return LossModelOutput(task)
 
 
-MODEL_OUTPUTS: dict[str, type[AbstractModelOutput]] = {}
-"""Built-in model output functions by task name, entered by the ``__init__`` of this room."""
+MODEL_OUTPUTS: dict[str, type[AbstractModelOutput] | AbstractModelOutput] = {}
+"""Model output functions by task name: the classes of the built-in ones, and classes or instances of a user's own."""
 TASK_TO_MODELOUT = MODEL_OUTPUTS
 """Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
 _ACCEPTED = (
@@ -376,7 +376,8 @@ def resolve_task(
     """
     if isinstance(task, str):
         if task in MODEL_OUTPUTS:
-            return MODEL_OUTPUTS[task]()
+            entry = MODEL_OUTPUTS[task]
+            return entry if isinstance(entry, AbstractModelOutput) else entry()
         # A part of several names ("language_modeling") is none of them: their batches and outputs differ.
         near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
         near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)

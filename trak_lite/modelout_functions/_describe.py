@@ -141,12 +141,12 @@ class _Parts:
         if isinstance(value, nn.Module):
             return self._modules.get(id(value))
         storage, first, last = _memory(value) if self._tensors else (None, 0, 0)
-        found = (
+        names = (
             name
-            for own, start, end, name in self._tensors
-            if own == storage and start <= first <= last <= end
+            for tensor_storage, start, end, name in self._tensors
+            if tensor_storage == storage and start <= first <= last <= end
         )
-        return next(found, None)
+        return next(names, None)
 
 
 def _memory(tensor: Tensor) -> tuple[object, int, int]:
@@ -262,8 +262,8 @@ class _Description:
         if name is None:
             return None
         if isinstance(part, Tensor):
-            place = [list(part.shape), list(part.stride()), part.storage_offset()]
-            return {"of_model": name, "dtype": str(part.dtype), "place": place}
+            layout = [list(part.shape), list(part.stride()), part.storage_offset()]
+            return {"of_model": name, "dtype": str(part.dtype), "place": layout}
         shapes = {
             key: list(value.shape) for key, value in part.state_dict().items() if isinstance(value, Tensor)
         }
@@ -351,8 +351,10 @@ class _Description:
             return {"callable": name_of(function)}
         code = function.__code__
         positional = code.co_varnames[: code.co_argcount]
-        given = function.__defaults__ or ()
-        carried: dict[str, Any] = dict(zip(positional[len(positional) - len(given) :], given, strict=True))
+        defaults = function.__defaults__ or ()
+        carried: dict[str, Any] = dict(
+            zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
+        )
         carried |= function.__kwdefaults__ or {}
         values = {name: self.value(item, name) for name, item in carried.items()}
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

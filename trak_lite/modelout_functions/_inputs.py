@@ -66,13 +66,13 @@ def split_labels(batch: Batch) -> Labelled:
     """
     fields = fields_of(batch)
     if fields is not None:
-        found = [key for key in LABEL_KEYS if key in fields]
-        if len(found) != 1 or len(fields) < 2:
+        label_keys = [key for key in LABEL_KEYS if key in fields]
+        if len(label_keys) != 1 or len(fields) < 2:
             raise InvalidInputError(
                 f"The batch has the keys {list(fields)}. Expected inputs and exactly one of "
                 f"{list(LABEL_KEYS)}; rename or drop keys in the dataset or in to_batch."
             )
-        labels = fields.pop(found[0])
+        labels = fields.pop(label_keys[0])
         args: tuple[Any, ...] = ()
     elif isinstance(batch, tuple | list) and len(batch) >= 2:
         *inputs, labels = batch
@@ -98,33 +98,35 @@ def tensor_of(answer: Any, *names: str) -> Tensor:
     It is the answer, in a mapping or object the first of the ``names`` that holds one, or the first element of a tuple.
     A missing one, or one of a dtype that is not real floating point, raises InvalidInputError.
     """
-    found = answer
+    tensor = answer
     if not isinstance(answer, Tensor):
         mapped = isinstance(answer, Mapping)
         values = [answer.get(name) if mapped else getattr(answer, name, None) for name in names]
-        found = next((value for value in values if isinstance(value, Tensor)), None)
+        tensor = next((value for value in values if isinstance(value, Tensor)), None)
         if isinstance(answer, tuple | list) and answer and all(value is None for value in values):
-            found = answer[0]
-    if not isinstance(found, Tensor):
+            tensor = answer[0]
+    if not isinstance(tensor, Tensor):
         keys = f" with the keys {list(answer)}" if isinstance(answer, Mapping) else ""
         raise InvalidInputError(
             f"The model gave a {type(answer).__name__}{keys}. Expected a tensor, a tuple whose first element is one, "
             f"or an object or mapping with {' or '.join(f'`{name}`' for name in names)}."
         )
-    return precise(found, what="The model's output")
+    return precise(tensor, what="The model's output")
 
 
-def one_column(tensor: Tensor, seen: str, *, hint: str) -> Tensor:
-    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``; the message for other shapes says what was seen, and the hint."""
+def one_column(tensor: Tensor, prefix: str, *, hint: str) -> Tensor:
+    """Return ``(B,)`` from ``(B,)`` or ``(B, 1)``; the message for other shapes is prefix, shape and hint."""
     if tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[1] == 1):
         return tensor.reshape(-1)
-    raise InvalidInputError(f"{seen} {shape_texts(tensor.shape)[0]}. Expected (B,) or (B, 1){hint}")
+    raise InvalidInputError(f"{prefix} {shape_texts(tensor.shape)[0]}. Expected (B,) or (B, 1){hint}")
 
 
-def labels_tensor(labels: Any, shape: str, seen: str = "The labels are") -> Tensor:
+def labels_tensor(labels: Any, shape: str, prefix: str = "The labels are") -> Tensor:
     """Return labels; raise if they are no tensor."""
     if not isinstance(labels, Tensor):
-        raise InvalidInputError(f"{seen} a {type(labels).__name__}. Expected a tensor, {shape}.")
+        name = type(labels).__name__
+        shown = {"TupleColumn": "tuple", "ListColumn": "list", "ArrayColumn": "ndarray"}.get(name, name)
+        raise InvalidInputError(f"{prefix} a {shown}. Expected a tensor, {shape}.")
     return labels
 
 
@@ -185,11 +187,11 @@ def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int, what:
             "logit use the task 'binary_classification'."
         )
     if labels.shape != tuple(shape):
-        seen, expected = shape_texts(labels.shape, shape)
+        actual, expected = shape_texts(labels.shape, shape)
         column = labels.shape == (*shape, 1)
         hint = " Drop the last axis: labels.squeeze(-1), in the dataset or in to_batch." if column else ""
         raise InvalidInputError(
-            f"The {what} have shape {seen}. Expected {expected} to fit the model's logits.{hint}"
+            f"The {what} have shape {actual}. Expected {expected} to fit the model's logits.{hint}"
         )
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InvalidInputError(
@@ -226,9 +228,9 @@ def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = 
     """
     if is_unread(valid) or bool(valid.all()):
         return
-    place = (~valid).nonzero()[0].tolist()
-    value = values[tuple(place)].item()
-    raise InvalidInputError(f"sample {place[0]}: {what}{place} is {value!r}. Expected {expected}.")
+    index = (~valid).nonzero()[0].tolist()
+    value = values[tuple(index)].item()
+    raise InvalidInputError(f"sample {index[0]}: {what}{index} is {value!r}. Expected {expected}.")
 
 
 def shape_texts(*shapes: Sequence[int]) -> list[str]:
@@ -278,8 +280,8 @@ def columns_of(batch: Batch, needed: Sequence[str]) -> dict[str, Any]:
 def prefixed(fields: dict[str, Any], prefix: str, prefixes: tuple[str, ...]) -> dict[str, Any]:
     """Return the columns with a prefix, without it, and the columns that have none of the prefixes."""
     shared = {name: value for name, value in fields.items() if not name.startswith(prefixes)}
-    own = {name.removeprefix(prefix): fields[name] for name in fields if name.startswith(prefix)}
-    return shared | own
+    matching = {name.removeprefix(prefix): fields[name] for name in fields if name.startswith(prefix)}
+    return shared | matching
 
 
 def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,10 +289,10 @@ def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor
 
     Another shape, or (when run eagerly) a number that is not finite, raises InvalidInputError.
     """
-    given = _of_shape(fields, name, like.shape, "one real number per sample")
-    column = given.to(like.dtype)
+    values = _of_shape(fields, name, like.shape, "one real number per sample")
+    column = values.to(like.dtype)
     valid = column.isfinite()
-    refuse_invalid(valid, given, expected=f"a finite number of {like.dtype}", what=name)
+    refuse_invalid(valid, values, expected=f"a finite number of {like.dtype}", what=name)
     return column, nan_unless(valid, column)
 
 
@@ -304,10 +306,10 @@ def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Ten
     """
     shape = (predicted.shape[0], predicted.shape[1] + 1)
     column = _of_shape(fields, name, shape, "one number per token, aligned with the labels")
-    given = column[:, 1:]
-    column = given.to(like.dtype).masked_fill(~predicted, 0.0)
+    values = column[:, 1:]
+    column = values.to(like.dtype).masked_fill(~predicted, 0.0)
     valid = column.isfinite()
-    refuse_invalid(valid, given, expected=f"a finite number of {like.dtype}", what=name)
+    refuse_invalid(valid, values, expected=f"a finite number of {like.dtype}", what=name)
     return column * nan_unless(valid, column)
 
 
@@ -316,8 +318,8 @@ def _of_shape(fields: dict[str, Any], name: str, wanted: Sequence[int], what: st
     column = fields[name]
     if isinstance(column, Tensor) and column.shape == wanted and not column.is_complex():
         return column
-    seen, expected = type(column).__name__, shape_texts(wanted)[0]
+    actual, expected = type(column).__name__, shape_texts(wanted)[0]
     if isinstance(column, Tensor):
         shape, expected = shape_texts(column.shape, wanted)
-        seen = f"{column.dtype} tensor of shape {shape}"
-    raise InvalidInputError(f"The column {name!r} is a {seen}. Expected {expected}: {what}.")
+        actual = f"{column.dtype} tensor of shape {shape}"
+    raise InvalidInputError(f"The column {name!r} is a {actual}. Expected {expected}: {what}.")

@@ -47,11 +47,11 @@ def class_margins(logits: Tensor, labels: Tensor, *, unused: Tensor | None = Non
     # An index out of range is a fatal CUDA error, so clamp it here and set the result to NaN below.
     index = labels.clamp(0, count - 1).unsqueeze(-1)
     # Subtract the label's logit before logsumexp, not after: a large common offset then costs no precision.
-    own = logits.gather(-1, index)
+    l_y = logits.gather(-1, index)
     if unused is not None:
         # A zero gradient times that of a margin that is not finite would be NaN.
-        own, index = own.masked_fill(unused.unsqueeze(-1), 0.0), index.masked_fill(unused.unsqueeze(-1), -1)
-    rivals = logits - own
+        l_y, index = l_y.masked_fill(unused.unsqueeze(-1), 0.0), index.masked_fill(unused.unsqueeze(-1), -1)
+    rivals = logits - l_y
     is_label = torch.arange(count, device=logits.device) == index
     margins = -rivals.masked_fill(is_label, -torch.inf).logsumexp(-1)
     return margins * nan_unless((labels >= 0) & (labels < count), margins)

@@ -99,12 +99,12 @@ class ContrastiveModelOutput(AbstractModelOutput):
     def _similarities(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         """Return the similarities of query and candidates over the temperature, ``(B, 1 + n)``."""
         query, positive, negatives = (prefixed(fields, prefix, _PREFIXES) for prefix in _PREFIXES)
-        own = {name.removeprefix(_NEGATIVE) for name in fields if name.startswith(_NEGATIVE)}
+        names = {name.removeprefix(_NEGATIVE) for name in fields if name.startswith(_NEGATIVE)}
         candidates = [positive]
         counts = {
             value.shape[1] if isinstance(value, Tensor) and value.dim() >= 2 else 0
             for name, value in negatives.items()
-            if name in own
+            if name in names
         }
         if len(counts) != 1 or 0 in counts:
             raise InvalidInputError(
@@ -112,9 +112,9 @@ class ContrastiveModelOutput(AbstractModelOutput):
                 "(B, n, ...), with n of at least 1."
             )
         # One call for each: rows of a batch of B n texts would not be the samples of the batch.
-        for place in range(counts.pop()):
+        for index in range(counts.pop()):
             candidates.append(
-                {name: value[:, place] if name in own else value for name, value in negatives.items()}
+                {name: value[:, index] if name in names else value for name, value in negatives.items()}
             )
         anchor = self._embedding(model_call, query)
         similar = [(anchor * self._embedding(model_call, inputs)).sum(1) for inputs in candidates]
@@ -122,11 +122,11 @@ class ContrastiveModelOutput(AbstractModelOutput):
 
     def _embedding(self, model_call: ModelCall, inputs: dict[str, Any]) -> Tensor:
         """Return embeddings ``(B, d)``, of length 1 for cosines."""
-        given = dict(inputs)
-        args = (given.pop(""),) if "" in given else ()
-        states = tensor_of(model_call(*args, **given), *_STATES)
+        kwargs = dict(inputs)
+        args = (kwargs.pop(""),) if "" in kwargs else ()
+        states = tensor_of(model_call(*args, **kwargs), *_STATES)
         if states.dim() == 3:
-            states = pooled(states, given.get("attention_mask"), self.pooling)
+            states = pooled(states, kwargs.get("attention_mask"), self.pooling)
         if states.dim() != 2:
             raise InvalidInputError(
                 f"The model gave embeddings of shape {shape_texts(states.shape)[0]}. Expected (B, d), or states "
@@ -336,9 +336,9 @@ class CLIPModelOutput(AbstractModelOutput):
                 f"The model gave features of width {pairs.image.shape[1]}, the negatives have width "
                 f"{images.shape[1]}. Embed them with the same model: task.get_embeddings(model, loader)."
             )
-        own = (pairs.image * pairs.text).sum(1, keepdim=True)
-        with torch.autocast(own.device.type, enabled=False):  # it would compute products in half precision
-            output = -(pairs.image @ texts.T - own).logsumexp(1) - (pairs.text @ images.T - own).logsumexp(1)
+        dot = (pairs.image * pairs.text).sum(1, keepdim=True)
+        with torch.autocast(dot.device.type, enabled=False):  # it would compute products in half precision
+            output = -(pairs.image @ texts.T - dot).logsumexp(1) - (pairs.text @ images.T - dot).logsumexp(1)
         output = output * nan_unless(scale > 0, scale)
         mean = output.detach() * scale / 2
         wrong = torch.sigmoid(-mean)
@@ -373,9 +373,9 @@ class CLIPModelOutput(AbstractModelOutput):
         if self.temperature is not None:
             return pairs.image.new_full((), self.temperature)
         if pairs.scale is None or pairs.scale.numel() not in (1, pairs.image.shape[0]):
-            seen = "no scale" if pairs.scale is None else f"a scale of shape {tuple(pairs.scale.shape)}"
+            returned = "no scale" if pairs.scale is None else f"a scale of shape {tuple(pairs.scale.shape)}"
             raise InvalidInputError(
-                f"The model gave {seen}. Expected (image_features, text_features, scale) with one positive "
+                f"The model gave {returned}. Expected (image_features, text_features, scale) with one positive "
                 "number as scale, or CLIPModelOutput(temperature=...)."
             )
         scale = pairs.scale.detach().to(pairs.image).reshape(-1)
@@ -389,9 +389,9 @@ def _pairs_of(answer: Any) -> _Pairs:
     """Return features and scale of a model output, the features in float32 or wider."""
     get: Callable[[str], Any]
     get = answer.get if isinstance(answer, Mapping) else lambda key: getattr(answer, key, None)
-    found = next((keys for keys in _FEATURE_KEYS if isinstance(get(keys[0]), Tensor)), None)
-    if found is not None:
-        image, text, scale = get(found[0]), get(found[1]), get("logit_scale")
+    names = next((keys for keys in _FEATURE_KEYS if isinstance(get(keys[0]), Tensor)), None)
+    if names is not None:
+        image, text, scale = get(names[0]), get(names[1]), get("logit_scale")
     elif isinstance(answer, tuple | list) and len(answer) >= 2:
         image, text, scale = (*answer, None)[:3]
     else:

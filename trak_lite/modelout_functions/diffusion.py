@@ -177,23 +177,23 @@ class DiffusionModelOutput(AbstractModelOutput):
         sample = precise(sample, what="The samples")
         return _Rows(sample, seeds.long(), timesteps, valid, target, conditions, fields)
 
-    def _timesteps(self, given: Any, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    def _timesteps(self, column: Any, seeds: Tensor) -> tuple[Tensor, Tensor]:
         """Return timesteps ``(B, D)``, and whether those of a row are in range ``(B,)``."""
-        if given is None:
+        if column is None:
             uniform = [seeded_uniforms(seeds, (), stream=2 * draw) for draw in range(self.draws)]
             drawn = (torch.stack(uniform, dim=1) * self.num_steps).long()
             return drawn.clamp(max=self.num_steps - 1), torch.ones_like(seeds, dtype=torch.bool)
         wanted = (seeds.shape[0], self.draws)
         if (
-            not isinstance(given, Tensor)
-            or _not_whole(given)
-            or given.reshape(len(seeds), -1).shape != wanted
+            not isinstance(column, Tensor)
+            or _not_whole(column)
+            or column.reshape(len(seeds), -1).shape != wanted
         ):
             raise InvalidInputError(
                 f"The column 'timestep' does not fit {self.draws} draw(s) per row. Expected integers of shape (B,) or "
                 f"(B, {self.draws})."
             )
-        timesteps = given.reshape(wanted).long()
+        timesteps = column.reshape(wanted).long()
         valid = (timesteps >= 0) & (timesteps < self.num_steps)
         refuse_invalid(
             valid, timesteps, expected=f"an integer from 0 to {self.num_steps - 1}", what=_TIMESTEP

@@ -131,10 +131,10 @@ def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     if how in ("mean", "sum"):
         total = (states * kept.unsqueeze(-1)).sum(1)
         return total if how == "sum" else total / kept.sum(1, keepdim=True).clamp(min=1.0)
-    places = torch.arange(1, states.shape[1] + 1, device=states.device)
-    ranks = kept * (places if how == "last" else places.flip(0))
-    place = ranks.argmax(1).reshape(-1, 1, 1).expand(-1, 1, states.shape[2])
-    return states.gather(1, place).squeeze(1)
+    positions = torch.arange(1, states.shape[1] + 1, device=states.device)
+    ranks = kept * (positions if how == "last" else positions.flip(0))
+    index = ranks.argmax(1).reshape(-1, 1, 1).expand(-1, 1, states.shape[2])
+    return states.gather(1, index).squeeze(1)
 
 
 def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:

@@ -54,30 +54,30 @@ def require_separate_documents(
     where = next(model.parameters()).device if device is None else torch.device(device)
     dtypes = {torch.float32, *(p.dtype for p in model.parameters() if p.is_floating_point())}
     allowed = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
-    found = np.flatnonzero(documents.row == number)
-    batch = columns_of(collate([row]), ()) if collate else _training_inputs(model, documents, row, found)
+    members = np.flatnonzero(documents.row == number)
+    batch = columns_of(collate([row]), ()) if collate else _training_inputs(model, documents, row, members)
     batch.pop("labels", None)
     with evaluating(model):
         packed = tensor_of(call(**move_batch(batch, where)), "logits")
-        end = int(documents.stop[found].max())
+        end = int(documents.stop[members].max())
         if packed.dim() != 3 or len(packed) != 1 or packed.shape[1] < end:
             raise InvalidInputError(
                 f"The model gave logits of shape {tuple(packed.shape)} for packed row {number}. Expected (1, T, V) "
                 f"with T at least {end}. Pass Documents(training_collate=...) for another batch, or check=False."
             )
-        for index in found.tolist():
-            start, stop, place = (int(of[index]) for of in (documents.start, documents.stop, documents.place))
+        for index in members.tolist():
+            start, stop, rank = (int(of[index]) for of in (documents.start, documents.stop, documents.place))
             inputs = _accepted(model, documents[index])
             columns = {name: torch.as_tensor(values, device="cpu")[None] for name, values in inputs.items()}
             alone = tensor_of(call(**move_batch(columns, where)), "logits")
-            own, beside = (
+            solo, beside = (
                 logits - logits.mean(-1, keepdim=True) for logits in (alone[0], packed[0, start:stop])
             )
-            errors = (beside - own).norm(dim=-1) / own.norm(dim=-1).clamp(min=torch.finfo(own.dtype).tiny)
+            errors = (beside - solo).norm(dim=-1) / solo.norm(dim=-1).clamp(min=torch.finfo(solo.dtype).tiny)
             token = int(errors.argmax())
             if errors[token] > allowed:
                 raise InvalidInputError(
-                    f"Document {place} of packed row {number} has other logits in the packed row than alone (relative "
+                    f"Document {rank} of packed row {number} has other logits in the packed row than alone (relative "
                     f"difference {errors[token]:.2g} at its token {token}, allowed {allowed:.2g}): it sees another "
                     "document of its row, or its positions do not begin anew. The model was then not trained on single "
                     f"documents. The packed row was passed as {list(batch)}; if training passed other inputs, "
@@ -87,12 +87,12 @@ def require_separate_documents(
 
 
 def _training_inputs(
-    model: nn.Module, documents: Documents, row: Mapping[str, Any], found: NDArray[np.int64]
+    model: nn.Module, documents: Documents, row: Mapping[str, Any], members: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """Return the keyword arguments of the model for a packed row; ``found`` are the documents in it."""
+    """Return the keyword arguments of the model for a packed row; ``members`` are the documents in it."""
     columns = token_columns(row)
     tokens = np.arange(len(columns["input_ids"]))
-    begins = np.isin(tokens, [*documents.start[found], *documents.stop[found]])
+    begins = np.isin(tokens, [*documents.start[members], *documents.stop[members]])
     columns.setdefault("position_ids", tokens - np.maximum.accumulate(np.where(begins, tokens, 0)))
     inputs = _accepted(model, {"position_ids": None, **row})
     for name, values in inputs.items():

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, cast, final
 import torch
 from torch import Tensor, nn
 
+from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
 from trak_lite.core.validate import one_of, positive_real, real_at_least
 from trak_lite.data.batches import move_batch
@@ -190,8 +191,8 @@ def reference_columns(
 ) -> dict[str, Tensor]:
     """Return the log-probabilities of all answers under a reference model, for :class:`DPOModelOutput`.
 
-    The model runs in eval mode without gradients, and its modes are restored. With a PEFT model, call this inside
-    ``model.disable_adapter()`` to use the base model as the reference.
+    The model runs in eval mode without gradients, autocast and TF32, and its modes are restored. With a PEFT model,
+    call this inside ``model.disable_adapter()`` to use the base model as the reference.
 
     Args:
         reference: The frozen reference model.
@@ -205,31 +206,31 @@ def reference_columns(
     Raises:
         InvalidInputError: If there is no batch, or one lacks a column.
     """
-    place = next(reference.parameters()).device if device is None else torch.device(device)
+    torch_device = next(reference.parameters()).device if device is None else torch.device(device)
     needed = AnswerDifferenceModelOutput.needed
-    found: list[tuple[Tensor, Tensor]] = []
-    with evaluating(reference):
+    pairs: list[tuple[Tensor, Tensor]] = []
+    with evaluating(reference), full_float32(torch_device):
         for batch in batches:
-            fields = columns_of(move_batch(batch, place), needed)
+            fields = columns_of(move_batch(batch, torch_device), needed)
             answers = {name: value for name, value in fields.items() if name not in (_PREFERRED, _MARGIN)}
             with passes_undone(reference):
-                found.append(_answers_log_probs(ModelCall(reference), answers))
-    if not found:
+                pairs.append(_answers_log_probs(ModelCall(reference), answers))
+    if not pairs:
         raise InvalidInputError("There is no batch. Expected the rows in order, in at least one batch.")
-    columns = (torch.cat([pair[side].cpu() for pair in found]) for side in range(2))
+    columns = (torch.cat([pair[side].cpu() for pair in pairs]) for side in range(2))
     return dict(zip(_REFERENCES, columns, strict=True))
 
 
 def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the summed log p of the labelled tokens of the chosen and of the rejected answers, each ``(B,)``."""
     fields = {name: value for name, value in fields.items() if name not in _REFERENCES}
-    found = []
+    log_probs = []
     for side in _SIDES:
         inputs = prefixed(fields, side, _SIDES)
         labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
         logits, labels = aligned_tokens(model_call(**inputs), labels, shift=True, what=f"{side}labels")
-        found.append(label_terms(logits, labels)[0].sum(1))
-    return found[0], found[1]
+        log_probs.append(label_terms(logits, labels)[0].sum(1))
+    return log_probs[0], log_probs[1]
 
 
 _ADVANTAGES, _OLD, _REFERENCE = "advantages", "old_logps", "ref_logps"
@@ -351,9 +352,9 @@ class PolicyGradientModelOutput(AbstractModelOutput):
 
 def _run(model_call: ModelCall, fields: dict[str, Any], temperature: float) -> tuple[Tensor, Tensor]:
     """Call the model; return logits ``(B, T - 1, V)`` over temperature, and the labels ``(B, T - 1)`` they predict."""
-    own = {"labels", _ADVANTAGES, _OLD, _REFERENCE}
+    task_columns = {"labels", _ADVANTAGES, _OLD, _REFERENCE}
     labels = labels_tensor(fields["labels"], "(B, T)")
-    answer = model_call(**{name: value for name, value in fields.items() if name not in own})
+    answer = model_call(**{name: value for name, value in fields.items() if name not in task_columns})
     logits, labels = aligned_tokens(answer, labels, shift=True)
     return logits / temperature, labels
 
@@ -383,20 +384,20 @@ def response_labels(
         InvalidInputError: If no message is the assistant's, or the tokens of an answer cannot be found because the
             template changes earlier messages.
     """
-    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
         raise InvalidInputError("The conversation has no message of the assistant. Expected at least one.")
     template = template_options.get("chat_template") or tokenizer.get_chat_template(
         tools=template_options.get("tools")
     )
     if _MARKED.search(template):
-        found = _rendered(tokenizer, messages, template_options, return_assistant_tokens_mask=True)
-        ids, answered = found["input_ids"], [bool(one) for one in found["assistant_masks"]]
+        rendered = _rendered(tokenizer, messages, template_options, return_assistant_tokens_mask=True)
+        ids, answered = rendered["input_ids"], [bool(one) for one in rendered["assistant_masks"]]
     else:
         ids = _rendered(tokenizer, messages, template_options)["input_ids"]
         answered = [False] * len(ids)
-        for place in answers:
-            start, stop = _answer_span(tokenizer, messages, place, ids, template_options)
+        for index in answers:
+            start, stop = _answer_span(tokenizer, messages, index, ids, template_options)
             answered[start:stop] = [True] * (stop - start)
     tokens = torch.tensor(ids, dtype=torch.int64, device="cpu")
     labels = tokens.masked_fill(~torch.tensor(answered, dtype=torch.bool, device="cpu"), IGNORED)
@@ -415,16 +416,16 @@ def _rendered(
 def _answer_span(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    place: int,
+    index: int,
     ids: Sequence[int],
     options: Mapping[str, Any],
 ) -> tuple[int, int]:
-    """Return the first token of the answer ``messages[place]``, and the first one after it."""
-    before = _rendered(tokenizer, messages[:place], options, add_generation_prompt=True)["input_ids"]
-    after = _rendered(tokenizer, messages[: place + 1], options)["input_ids"]
+    """Return the first token of the answer ``messages[index]``, and the first one after it."""
+    before = _rendered(tokenizer, messages[:index], options, add_generation_prompt=True)["input_ids"]
+    after = _rendered(tokenizer, messages[: index + 1], options)["input_ids"]
     if len(after) <= len(before) or list(ids[: len(after)]) != after or after[: len(before)] != before:
         raise InvalidInputError(
-            f"The tokens of message {place} cannot be found: the chat template changes earlier messages, or merges "
+            f"The tokens of message {index} cannot be found: the chat template changes earlier messages, or merges "
             "tokens across messages. Use a template that marks answers with {% generation %}, or make the labels "
             "yourself: -100 outside the answers."
         )

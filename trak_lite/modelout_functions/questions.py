@@ -10,6 +10,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, summary
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._inputs import (
@@ -82,7 +83,7 @@ class QuestionsModelOutput(AbstractModelOutput):
             raise InvalidInputError("questions is empty. Expected at least one task by name.")
         self.has_curvature = self.task.has_curvature
         self.model: nn.Module | None = None
-        """The attributed model, which questions may capture; set by the attributor."""
+        """The attributed model, which questions may capture; see :meth:`know_model`."""
 
     def ask(
         self,
@@ -121,16 +122,23 @@ class QuestionsModelOutput(AbstractModelOutput):
         members: dict[Hashable, list[int]] = {}
         for index, group in zip(rows.indices.tolist(), groups, strict=True):
             members.setdefault(group, []).append(index)
-        digest = self._digest(name)
-        grouped = list(members.values())
-        chosen = hashlib.sha256(json.dumps([digest, reduction, grouped]).encode()).hexdigest()
-        return Rows(
-            _Asked(rows.dataset, grouped, digest, mean=reduction == "mean"),
+        asked = Rows(
+            _Asked(rows.dataset, list(members.values()), name, rows.name, mean=reduction == "mean"),
             batch_size=rows.batch_size if rows.has_batch_size else None,
             collate=_Collate(rows.collate, name),
-            name=None if rows.name is None else f"{rows.name} {chosen}",
             what=rows.what,
         )
+        self._identify(asked)
+        _ASKED.setdefault(self, WeakSet()).add(asked)
+        return asked
+
+    def know_model(self, model: nn.Module) -> None:
+        """Take the attributed model; called by the attributor."""
+        if model is not self.model:
+            self.model = model
+            # Without it, a model that a question captures is a reference, which is identified by its weights.
+            for rows in _ASKED.get(self, ()):
+                self._identify(rows)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w of the task, or of a question; see :meth:`AbstractModelOutput.evaluate`."""
@@ -138,14 +146,14 @@ class QuestionsModelOutput(AbstractModelOutput):
             return self.task.evaluate(model_call, batch)
         ((name, members),) = batch[_QUESTION].items()
         digest, weights = batch[_DIGEST], batch[_WEIGHTS]
-        own = self._digest(name)
+        of_task = self._digest(name)
         refuse_invalid(
-            digest == own, digest, expected=f"{own}, the question {name!r} of this task", what=_DIGEST
+            digest == of_task, digest, expected=f"{of_task}, the question {name!r} of this task", what=_DIGEST
         )
         outputs = [self._question(name).evaluate(model_call, member).output for member in members]
         values = torch.stack(outputs, dim=1)
         total = (values * weights.to(values.dtype)).sum(1)
-        return linear_terms(total * nan_unless(digest == own, total))
+        return linear_terms(total * nan_unless(digest == of_task, total))
 
     def prepare(self, model: nn.Module) -> None:
         """Update the state of the task and of all questions; see :meth:`AbstractModelOutput.prepare`."""
@@ -176,17 +184,32 @@ class QuestionsModelOutput(AbstractModelOutput):
     def _question(self, name: str) -> AbstractModelOutput:
         return self.questions[name] if name else self.task
 
+    def _identify(self, rows: Rows) -> None:
+        """Set what identifies the question in its targets, and in their name if the samples have one."""
+        asked = rows.dataset
+        asked.digest = self._digest(asked.question)
+        if asked.name is not None:
+            chosen = json.dumps([asked.digest, "mean" if asked.mean else "sum", asked.groups])
+            rows.name = f"{asked.name} {hashlib.sha256(chosen.encode()).hexdigest()}"
+
     def _digest(self, name: str) -> int:
         """Return an int64 that identifies a question by its name and its description."""
         described = json.dumps([name, describe_task(self._question(name), self.model)], sort_keys=True)
         return int.from_bytes(hashlib.sha256(described.encode()).digest()[:8], "little") >> 1
 
 
+_ASKED: WeakKeyDictionary[QuestionsModelOutput, WeakSet[Rows]] = WeakKeyDictionary()
+"""Targets of questions, whose digest changes when the attributed model becomes known."""
+
+
 class _Asked(Dataset[dict[str, Any]]):
     """Targets of a question: each is a list of samples. The digest is part of a target, and so of its identity."""
 
-    def __init__(self, dataset: Any, groups: list[list[int]], digest: int, *, mean: bool) -> None:
-        self.dataset, self.groups, self.digest, self.mean = dataset, groups, digest, mean
+    def __init__(
+        self, dataset: Any, groups: list[list[int]], question: str, name: str | None, *, mean: bool
+    ) -> None:
+        self.dataset, self.groups, self.question, self.name, self.mean = dataset, groups, question, name, mean
+        self.digest = 0
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -210,18 +233,18 @@ class _Collate:
         # A group with fewer members repeats its first one, with weight 0.
         try:
             members = [
-                self.collate([some[place if place < len(some) else 0] for some in samples])
-                for place in range(most)
+                self.collate([some[index if index < len(some) else 0] for some in samples])
+                for index in range(most)
             ]
         except RuntimeError as error:
-            if self.collate is default_collate:
-                error.add_note(
-                    "Targets of a question are collated by ask(..., collate=...): the collate of the attributor is not "
-                    "used there."
-                )
-            raise
+            if self.collate is not default_collate:
+                raise
+            raise InvalidInputError(
+                f"The samples of a question cannot be collated ({summary(error):.200}). Pass ask(..., collate=...): "
+                "the collate of the attributor is not used there."
+            ) from error
         weights = [
-            [target[_WEIGHTS] * (place < len(some)) for place in range(most)]
+            [target[_WEIGHTS] * (index < len(some)) for index in range(most)]
             for target, some in zip(targets, samples, strict=True)
         ]
         return {
@@ -260,12 +283,12 @@ class ActivationModelOutput(AbstractModelOutput):
     """Whether the channels of activations with positions are axis 1 (convolutions)."""
 
     def __post_init__(self) -> None:
-        given, position = self.direction, self.position
-        if not isinstance(given, Tensor) or given.dim() != 1 or not bool(given.isfinite().all()):
+        direction, position = self.direction, self.position
+        if not isinstance(direction, Tensor) or direction.dim() != 1 or not bool(direction.isfinite().all()):
             raise InvalidInputError("direction is no vector of finite numbers. Expected a tensor (d,).")
         if isinstance(position, bool) or not isinstance(position, int):
             one_of(("mean", "sum", "first", "last"), position=position)
-        self.direction = precise(given.detach().clone(), what="The direction")
+        self.direction = precise(direction.detach().clone(), what="The direction")
         self.channels_first = bool(self.channels_first)
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
@@ -273,24 +296,24 @@ class ActivationModelOutput(AbstractModelOutput):
         args, kwargs = _inputs_of(batch)
         modules = dict(model_call.model.named_modules())
         known_names([self.module], modules, what="module")
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple | list) and output else output
             if isinstance(first, Tensor):
-                found.append(first)
+                outputs.append(first)
 
         with modules[self.module].register_forward_hook(keep):
             model_call(*args, **kwargs)
-        if not found:
+        if not outputs:
             raise InvalidInputError(f"The model does not call its module {self.module!r} for this batch.")
-        states = precise(found[-1], what=f"The output of {self.module!r}")
+        states = precise(outputs[-1], what=f"The output of {self.module!r}")
         if self.channels_first and states.dim() > 2:
             states = states.movedim(1, -1)
         states = states.flatten(1, -2) if states.dim() > 3 else states
         if states.dim() < 2 or states.shape[-1] != self.direction.shape[0]:
             raise InvalidInputError(
-                f"The module {self.module!r} gave activations of shape {shape_texts(found[-1].shape)[0]}. Expected "
+                f"The module {self.module!r} gave activations of shape {shape_texts(outputs[-1].shape)[0]}. Expected "
                 f"{self.direction.shape[0]} channels, the size of the direction."
             )
         values = states @ self.direction.to(states)

@@ -234,9 +234,9 @@ class MultiLabelModelOutput(AbstractModelOutput):
 def _check_zero_one(logits: Tensor, labels: Tensor, *, expected: str) -> None:
     """Raise if the labels' shape differs from the logits', or (when run eagerly) a label is not what is expected."""
     if labels.shape != logits.shape:
-        seen, expected = shape_texts(labels.shape, logits.shape)
+        actual, expected = shape_texts(labels.shape, logits.shape)
         raise InvalidInputError(
-            f"The labels have shape {seen}, the logits {expected}. Expected one label per logit."
+            f"The labels have shape {actual}, the logits {expected}. Expected one label per logit."
         )
     refuse_invalid((labels == 0) | (labels == 1), labels, expected=expected)
 
@@ -270,9 +270,9 @@ class RegressionModelOutput(AbstractModelOutput):
         predictions, targets = _aligned(*logits_and_labels(model_call, batch))
         if targets.is_complex() or targets.dtype == torch.bool:
             raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
-        given, targets = targets, targets.to(predictions.dtype)
+        raw_targets, targets = targets, targets.to(predictions.dtype)
         finite = targets.isfinite()
-        refuse_invalid(finite, given, expected=f"a finite number of {targets.dtype}", what="targets")
+        refuse_invalid(finite, raw_targets, expected=f"a finite number of {targets.dtype}", what="targets")
         if self.output == "neg_squared_error":
             squared = (predictions - targets).square() * nan_unless(finite, targets)
             return linear_terms(-0.5 * squared.unsqueeze(-1).flatten(1).sum(1))
@@ -298,9 +298,9 @@ def _aligned(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     elif predictions.dim() and targets.shape == (*predictions.shape, 1):
         targets = targets.squeeze(-1)
     if predictions.dim() == 0 or targets.shape != predictions.shape:
-        seen, given = shape_texts(predictions.shape, targets.shape)
+        actual, expected = shape_texts(predictions.shape, targets.shape)
         raise InvalidInputError(
-            f"The predictions have shape {seen}, the targets {given}. Expected the same shape with the "
+            f"The predictions have shape {actual}, the targets {expected}. Expected the same shape with the "
             "samples on axis 0; reshape the targets or squeeze the model's output."
         )
     return predictions, targets

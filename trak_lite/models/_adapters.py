@@ -137,15 +137,15 @@ def adapter_files(model: nn.Module, source: Path) -> dict[str, Path]:
     named, files = named_adapters(root), {}
     for adapter in active:
         inside = root if adapter == _FLAT else root / adapter
-        places = [source] if adapter == owner else [inside / name for name in ADAPTER_FILES]
+        candidates = [source] if adapter == owner else [inside / name for name in ADAPTER_FILES]
         if len(adapters) == 1:
-            places += [source, *(named if len(named) == 1 else [])]
-        if found := next((place for place in places if place.is_file()), None):
-            files[adapter] = found
+            candidates += [source, *(named if len(named) == 1 else [])]
+        if path := next((candidate for candidate in candidates if candidate.is_file()), None):
+            files[adapter] = path
     if len(files) < len(active) or (is_named and owner not in active):
-        seen = [str(path) for path in dict.fromkeys([source, *named]) if path.is_file()]
+        paths = [str(path) for path in dict.fromkeys([source, *named]) if path.is_file()]
         raise CheckpointError(
-            f"{type(model).__name__} has the adapters {adapters}, and {active} active. Found {seen}. "
+            f"{type(model).__name__} has the adapters {adapters}, and {active} active. Found {paths}. "
             f"Expected the active ones as save_pretrained writes them: {_FLAT!r} in the folder, others in a folder of "
             "their name. Activate the adapters that were saved, or pass the folder with these."
         )
@@ -207,9 +207,9 @@ def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Map
     """
     active = _active_adapters(model)
     held = model.state_dict() if active else {}
-    known = {name for adapter in active for name in _saved_names(model, held, adapter)}.union(held)
+    names = {name for adapter in active for name in _saved_names(model, held, adapter)}.union(held)
     indices = {name for name in state if name.endswith(".shira_indices")}
-    if not known.issuperset(state.keys() - indices) or held.keys() >= state.keys():
+    if not names.issuperset(state.keys() - indices) or held.keys() >= state.keys():
         return {}
     adapters = _adapters(model)
     if len(adapters) != 1:
@@ -234,7 +234,7 @@ def completed_adapters(
     Raises:
         CheckpointError: If an adapter's file lacks weights that PEFT does not save, or is of other entries (SHiRA).
     """
-    given: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     frozen = {name: base[name] for name in held if name in base}
     # A model of Transformers with add_adapter saves its adapter under the names of a PeftModel.
     prefix = "" if any(name.startswith(_OUTER) for name in held) else _OUTER
@@ -243,16 +243,16 @@ def completed_adapters(
         weights = {name.removeprefix(prefix): value for name, value in saved.items()}
         _refuse_computed(weights, names, adapter)
         _take_indices(model, weights, adapter)
-        given.update({names.get(name, name): value for name, value in weights.items()})
+        state.update({names.get(name, name): value for name, value in weights.items()})
         for name in names.values():
             frozen.pop(name, None)
-    return {**frozen, **given}
+    return {**frozen, **state}
 
 
 def _refuse_computed(saved: Mapping[str, Any], names: Mapping[str, str], adapter: str) -> None:
     """Raise if a file has what PEFT computes from weights (P-tuning, VB-LoRA's top k) in place of these."""
     computed = [name for name in saved if name == _PROMPTS or name.endswith("_topk_weights")]
-    lacking = [own for name, own in names.items() if name not in saved]
+    lacking = [model_name for name, model_name in names.items() if name not in saved]
     if computed and lacking:
         raise CheckpointError(
             f"The file of the adapter {adapter!r} has {computed[:3]}. PEFT saves only what it computes from the "
@@ -297,13 +297,13 @@ def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[s
         for child, held in module._modules.items()
         if isinstance(held, nn.ModuleDict | nn.ParameterDict) or type(held).__name__ == "BufferDict"
     }
-    found = {}
+    saved_names = {}
     for name in names:
         parts = name.replace(_CHECKPOINTED, "").split(".")
-        places = [n for n in range(1, len(parts)) if parts[n] == adapter and ".".join(parts[:n]) in holders]
-        if places and _RANKS not in parts:
-            found[_saved_name(parts[: places[-1]], parts[places[-1] + 1 :])] = name
-    return found
+        indices = [n for n in range(1, len(parts)) if parts[n] == adapter and ".".join(parts[:n]) in holders]
+        if indices and _RANKS not in parts:
+            saved_names[_saved_name(parts[: indices[-1]], parts[indices[-1] + 1 :])] = name
+    return saved_names
 
 
 def _saved_name(before: list[str], after: list[str]) -> str:

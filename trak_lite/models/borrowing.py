@@ -258,17 +258,17 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
     # The hooks make the embedded tokens a leaf of autograd, for gradient checkpointing of a frozen model in train mode.
     # The hook computer follows activations from the kept parameters only, and would fail its self-check. They are found
     # by name: the model holds the handles of the last call only, and a trainer calls it again.
-    found = [
+    input_hooks = [
         (module._forward_hooks, key)
         for module in model.modules()
         for key, hook in module._forward_hooks.items()
         if getattr(hook, "__name__", "") in _INPUT_HOOKS
     ]
-    hooks: list[tuple[Any, int, Any]] = [(place, key, place.pop(key)) for place, key in found]
+    hooks: list[tuple[Any, int, Any]] = [(registry, key, registry.pop(key)) for registry, key in input_hooks]
 
     def restore() -> None:
-        for place, key, hook in hooks:
-            place[key] = hook
+        for registry, key, hook in hooks:
+            registry[key] = hook
         for p, flag in flags:
             p.requires_grad_(flag)
         for module, values in attributes:

@@ -109,9 +109,9 @@ def iterate_checkpoints(
     if checkpoint_loader is not None:
         single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
         for number, item in enumerate([checkpoints] if single else checkpoints):
-            is_path = isinstance(item, str | os.PathLike)
-            name = Path(item).stem if is_path else str(number)
-            source = str(Path(item).absolute()) if is_path and Path(item).exists() else None
+            path = Path(item) if isinstance(item, str | os.PathLike) else None
+            name = str(number) if path is None else path.name if path.is_dir() else path.stem
+            source = str(path.absolute()) if path is not None and path.exists() else None
             yield Checkpoint(name, source, lambda item=item: checkpoint_loader(item), has_loader=True)  # type: ignore[misc]
         return
     if checkpoints is None:
@@ -147,11 +147,11 @@ def _refuse_shared(items: Sequence[Any]) -> None:
         values = list(_unwrapped(item).values()) if isinstance(item, Mapping) else []
         if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values):
             continue
-        places = frozenset((value.data_ptr(), value.shape) for value in values if value.numel())
+        addresses = frozenset((value.data_ptr(), value.shape) for value in values if value.numel())
         # Subclasses that hold no memory of their own have the address 0.
-        if not places or not all(address for address, _ in places):
+        if not addresses or not all(address for address, _ in addresses):
             continue
-        first = numbers.setdefault((places, repr(module_versions(_unwrapped(item)))), number)
+        first = numbers.setdefault((addresses, repr(module_versions(_unwrapped(item)))), number)
         if items[first] is not item:  # the same object again is meant
             raise CheckpointError(
                 f"The state dicts {first} and {number} of the list share their tensors, so that both hold the "
@@ -280,9 +280,9 @@ def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     is_plain = isinstance(content, Mapping) and content and all(_is_entry(*pair) for pair in content.items())
     if state is not content or is_plain:
         return state
-    found = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
+    description = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
-        f"{path} holds no state dict: found {found}. Expected a mapping from names to tensors, alone or under "
+        f"{path} holds no state dict: found {description}. Expected a mapping from names to tensors, alone or under "
         f"one of {list(_WRAPPERS)}."
     )
 
@@ -348,7 +348,7 @@ def bare_name(name: str) -> str:
 def load_into(
     model: nn.Module,
     checkpoint: Checkpoint,
-    own: Mapping[str, Tensor] | None = None,
+    original: Mapping[str, Tensor] | None = None,
     modes: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
     """Copy a checkpoint's weights into the tensors of a model.
@@ -356,22 +356,21 @@ def load_into(
     Args:
         model: The module.
         checkpoint: The checkpoint; ``module.`` and ``_orig_mod.`` prefixes are ignored if the names do not match.
-        own: The model's original weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
+        original: The model's own weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
             ``None`` if the model has them now.
-        modes: ``training``, when the values were read, of modules that override ``train``, by name; of those that are
-            not in it ``True``. The model's own values, adapters, and any checkpoint if ``own`` is ``None`` are loaded
-            in these modes.
+        modes: ``training``, when the values were read, of modules that override ``train``, by name; ``True`` for
+            others. The model's values, adapters, and any checkpoint if ``original`` is ``None`` are loaded in these.
 
     Raises:
         CheckpointError: If names, shapes or adapters do not fit; lists the first mismatches. Nothing is copied.
     """
     reshard(model)
     adapters: dict[str, Mapping[str, Any]] = {}
-    load = None if own is not None and _is_of(model, checkpoint) else checkpoint.load
+    load = None if original is not None and _is_of(model, checkpoint) else checkpoint.load
     if load is None:
-        if own is None:
+        if original is None:
             return
-        state: Mapping[str, Any] = {name: own[name] for name in model.state_dict() if name in own}
+        state: Mapping[str, Any] = {name: original[name] for name in model.state_dict() if name in original}
     elif checkpoint.adapter is not None:
         state, files = {}, adapter_files(model, checkpoint.adapter)
         adapters = {adapter: read_weights(file) for adapter, file in files.items()}
@@ -382,9 +381,9 @@ def load_into(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     adapters = adapters or unnamed_adapter(model, state)
-    is_read_here = own is None or load is None or adapters  # else it was saved in train mode
+    is_read_here = original is None or load is None or adapters  # else it was saved in train mode
     with in_modes(model, modes if is_read_here else {}):
-        _load_state(model, checkpoint, state, adapters, own)
+        _load_state(model, checkpoint, state, adapters, original)
 
 
 def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
@@ -395,16 +394,16 @@ def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
     if not checkpoint.is_held or checkpoint.load is None or is_sharded(model):
         return False
     state, held = _unwrapped(checkpoint.load()), model.state_dict(keep_vars=True)
-    given, _ = _under_own_names(state, held)
-    return given.keys() == held.keys() and all(_is_same(value, held[name]) for name, value in given.items())
+    values, _ = _under_own_names(state, held)
+    return values.keys() == held.keys() and all(_is_same(value, held[name]) for name, value in values.items())
 
 
-def _is_same(value: Any, own: Any) -> bool:
+def _is_same(value: Any, held: Any) -> bool:
     """Return whether both are tensors that read the same memory in the same way."""
-    tensors = [one for one in (value, own) if isinstance(one, Tensor) and one.layout is torch.strided]
-    seen = [(one.data_ptr(), one.dtype, one.device, one.shape, one.stride()) for one in tensors]
+    tensors = [one for one in (value, held) if isinstance(one, Tensor) and one.layout is torch.strided]
+    layouts = [(one.data_ptr(), one.dtype, one.device, one.shape, one.stride()) for one in tensors]
     # Subclasses that hold no memory of their own have the address 0.
-    return len(seen) == 2 and seen[0] == seen[1] and (own.data_ptr() != 0 or own.numel() == 0)
+    return len(layouts) == 2 and layouts[0] == layouts[1] and (held.data_ptr() != 0 or held.numel() == 0)
 
 
 def _load_state(
@@ -412,30 +411,30 @@ def _load_state(
     checkpoint: Checkpoint,
     state: Mapping[str, Any],
     adapters: Mapping[str, Mapping[str, Any]],
-    own: Mapping[str, Tensor] | None,
+    original: Mapping[str, Tensor] | None,
 ) -> None:
     """Copy a state dict into a model in its present modes; see :func:`load_into`."""
     held = model.state_dict(keep_vars=True)
-    base = held if own is None else own
-    given, versions = _under_own_names(state, held)
+    base = held if original is None else original
+    entries, versions = _under_own_names(state, held)
     if adapters:
-        given = completed_adapters(model, adapters, held, base)
+        entries = completed_adapters(model, adapters, held, base)
     if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
-        _keep_others(given, base, held, checkpoint)
+        _keep_others(entries, base, held, checkpoint)
     # Files hold more than weights under dotted names, such as settings that were logged.
-    given = {
+    entries = {
         name: value
-        for name, value in given.items()
+        for name, value in entries.items()
         if isinstance(value, Tensor) or name in held or name.endswith(_EXTRA_STATE)
     }
-    loaded = {id(value) for name, value in held.items() if name in given and isinstance(value, Tensor)}
+    loaded = {id(value) for name, value in held.items() if name in entries and isinstance(value, Tensor)}
     # A file may have a tied tensor under another of its names.
-    missing = [name for name, value in held.items() if name not in given and id(value) not in loaded]
-    unexpected = [name for name in given if name not in held]
+    missing = [name for name, value in held.items() if name not in entries and id(value) not in loaded]
+    unexpected = [name for name in entries if name not in held]
     shapes = [
         f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
         f"instead of {tuple(held[name].shape)}"
-        for name, value in given.items()
+        for name, value in entries.items()
         if isinstance(held.get(name), Tensor)
         and not name.endswith(_EXTRA_STATE)
         and not (isinstance(value, Tensor) and value.shape == held[name].shape)
@@ -456,24 +455,24 @@ def _load_state(
         )
     by_tensor: dict[int, str] = {}
     for name in (
-        n for n, value in given.items() if isinstance(value, Tensor) and not n.endswith(_EXTRA_STATE)
+        n for n, value in entries.items() if isinstance(value, Tensor) and not n.endswith(_EXTRA_STATE)
     ):
         first = by_tensor.setdefault(id(held[name]), name)
-        if first != name and not _is_equal(given[first], given[name], held[name]):
+        if first != name and not _is_equal(entries[first], entries[name], held[name]):
             raise CheckpointError(
                 f"Checkpoint {checkpoint.source or checkpoint.name!r} has different values for {first!r} and {name!r}, "
                 f"which are one tied weight of {class_of(model).__name__}. Expected equal values. Build the model "
                 "that the checkpoint was saved from, with these weights untied."
             )
-    given = {
+    entries = {
         # Modules may keep and change a value that is no tensor.
         name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in given.items()
+        for name, value in entries.items()
     }
     # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
     # where no version is recorded, use the model's.
     versions = {**module_versions(held), **versions}
-    model.load_state_dict(with_versions(given, versions), strict=False)  # safetensors omits tied names
+    model.load_state_dict(with_versions(entries, versions), strict=False)  # safetensors omits tied names
 
 
 def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
@@ -497,11 +496,13 @@ def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _keep_others(
-    given: dict[str, Any], own: Mapping[str, Any], held: Mapping[str, Any], checkpoint: Checkpoint
+    entries: dict[str, Any], base: Mapping[str, Any], held: Mapping[str, Any], checkpoint: Checkpoint
 ) -> None:
     """Add the model's entries that are no tensors, which ``.safetensors`` files cannot hold; warn of them."""
-    kept = [name for name in held if name not in given and name in own and not isinstance(own[name], Tensor)]
-    given.update({name: own[name] for name in kept})
+    kept = [
+        name for name in held if name not in entries and name in base and not isinstance(base[name], Tensor)
+    ]
+    entries.update({name: base[name] for name in kept})
     if kept:
         warnings.warn(
             f"Checkpoint {checkpoint.source} has no {some_of(kept)}: these entries of the state dict are no tensors, "
@@ -548,11 +549,11 @@ def more_entries(model: nn.Module) -> OrderedDict[str, Any]:
 
     These are values of ``get_extra_state``, and the weights of quantised layers.
     """
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     state, others = model.state_dict(), {}
     for name, value in state.items():
-        if name in own:
+        if name in names:
             continue
         try:
             others[name] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)

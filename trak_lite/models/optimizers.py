@@ -134,15 +134,15 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             "scale gradients."
         )
     name_of = {id(p): name for name, p in model.named_parameters()}
-    foreign = [tuple(p.shape) for own in inner.param_groups for p in own["params"] if id(p) not in name_of]
+    foreign = [tuple(p.shape) for g in inner.param_groups for p in g["params"] if id(p) not in name_of]
     if foreign:
         raise InvalidInputError(
             f"{len(foreign)} parameters of the optimizer, of shapes {foreign[:3]}, are not parameters of the "
             f"{type(model).__name__}. Pass the module that the optimizer was built for."
         )
     state = inner.state_dict()
-    for group, own in zip(state["param_groups"], inner.param_groups, strict=True):
-        group["param_names"] = [name_of[id(p)] for p in own["params"]]
+    for group, inner_group in zip(state["param_groups"], inner.param_groups, strict=True):
+        group["param_names"] = [name_of[id(p)] for p in inner_group["params"]]
     return state
 
 
@@ -166,11 +166,11 @@ def adam_states(
             f"{where} holds no optimizer state for {some_of(lacking)}: the training did not update them. Leave them "
             "out with grad_wrt=..., or use normalize='none'."
         )
-    found = {
+    states = {
         name: _adam_state(state["state"].get(slots[name][0], {}), slots[name][1], name, shape, where, device)
         for name, shape in parameters.items()
     }
-    return AdamStates(found, _digest(found))
+    return AdamStates(states, _digest(states))
 
 
 # ---------------------------------------------------------------- where states are saved
@@ -240,13 +240,13 @@ def _slots_by_name(model: nn.Module, state: Mapping[str, Any], where: str) -> di
     if all("param_names" in group for group in state["param_groups"]):
         named = {
             name: slot
-            for group, own in zip(state["param_groups"], groups, strict=True)
-            for name, slot in zip(group["param_names"], own, strict=True)
+            for group, slots in zip(state["param_groups"], groups, strict=True)
+            for name, slot in zip(group["param_names"], slots, strict=True)
         }
         return _under_own_names(model, named, where)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     count = sum(map(len, groups))
-    candidates = [found for found in (trainable, dict(model.named_parameters())) if len(found) == count]
+    candidates = [params for params in (trainable, dict(model.named_parameters())) if len(params) == count]
     if not candidates:
         raise CheckpointError(
             f"The optimizer in {where} has {count} parameters, and the {type(model).__name__} has {len(trainable)} "
@@ -257,21 +257,21 @@ def _slots_by_name(model: nn.Module, state: Mapping[str, Any], where: str) -> di
 
 def _under_own_names(model: nn.Module, named: Mapping[str, _Slot], where: str) -> dict[str, _Slot]:
     """Return slots under the model's names. The optimizer may know the model as a part of a larger module."""
-    given = {bare_name(name): slot for name, slot in named.items()}
-    own = {bare_name(name): name for name, _ in model.named_parameters()}
+    slot_of = {bare_name(name): slot for name, slot in named.items()}
+    name_of = {bare_name(name): name for name, _ in model.named_parameters()}
     prefixes = {""} | {
-        name.removesuffix(inner) for inner in own for name in given if name.endswith(f".{inner}")
+        name.removesuffix(inner) for inner in name_of for name in slot_of if name.endswith(f".{inner}")
     }
-    found = [
-        {name: given[prefix + inner] for inner, name in own.items() if prefix + inner in given}
+    matches = [
+        {name: slot_of[prefix + inner] for inner, name in name_of.items() if prefix + inner in slot_of}
         for prefix in sorted(prefixes)
     ]
-    largest = max(map(len, found))
-    best = [slots for slots in found if len(slots) == largest]
+    largest = max(map(len, matches))
+    best = [slots for slots in matches if len(slots) == largest]
     if not largest or len(best) > 1:
         raise CheckpointError(
-            f"The optimizer in {where} has parameters named {some_of(given)}, and the {type(model).__name__} has "
-            f"{some_of(own)}. Expected the same names, or the same behind one prefix."
+            f"The optimizer in {where} has parameters named {some_of(slot_of)}, and the {type(model).__name__} has "
+            f"{some_of(name_of)}. Expected the same names, or the same behind one prefix."
         )
     return best[0]
 
@@ -316,21 +316,21 @@ def _orders(
     A rule names the group of every parameter, so that at most one way is left.
     """
     # By the number of parameters that each group has received: at most two ways to get there.
-    found: dict[tuple[int, ...], list[tuple[int, ...]]] = {(0,) * len(groups): [()]}
+    frontier: dict[tuple[int, ...], list[tuple[int, ...]]] = {(0,) * len(groups): [()]}
     for index, shape in enumerate(shapes):
         following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for taken, ways in found.items():
+        for taken, ways in frontier.items():
             for number, group in enumerate(groups):
-                place = taken[number]
+                position = taken[number]
                 allowed = rule is None or rule[index] == number
-                if allowed and place < len(group) and group[place] in (None, shape):
-                    after = (*taken[:number], place + 1, *taken[number + 1 :])
+                if allowed and position < len(group) and group[position] in (None, shape):
+                    after = (*taken[:number], position + 1, *taken[number + 1 :])
                     some = following.setdefault(after, [])
                     some.extend((*way, number) for way in ways[: 2 - len(some)])
         if len(following) > _MOST_ORDERS:
             return [way for ways in following.values() for way in ways][:2]
-        found = following
-    return next(iter(found.values()), [])
+        frontier = following
+    return next(iter(frontier.values()), [])
 
 
 def _without_decay(model: nn.Module) -> list[set[str]]:

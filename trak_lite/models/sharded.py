@@ -40,7 +40,7 @@ def _is_dtensor(value: Any) -> bool:
 def _modules_of(model: nn.Module | ModelTree, name: str) -> list[Any]:
     """Return the modules that are of a class of FSDP, outermost first."""
     kind = _imported(_FSDP, name)
-    if not kind or (isinstance(model, ModelTree) and not any(issubclass(own, kind) for own in model.classes)):
+    if not kind or (isinstance(model, ModelTree) and not any(issubclass(cls, kind) for cls in model.classes)):
         return []  # asked several times in every pass
     modules = model.modules if isinstance(model, ModelTree) else model.modules()
     return [module for module in modules if isinstance(module, kind)]
@@ -138,9 +138,9 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
             )
 
 
-def _unsupported(seen: str) -> UnsupportedModelError:
+def _unsupported(cause: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"The model is sharded in a way that is not supported: {seen}. Expected torch.distributed.fsdp.fully_shard on "
+        f"The model is sharded in a way that is not supported: {cause}. Expected torch.distributed.fsdp.fully_shard on "
         "blocks and model over one device mesh, in the parameters' own dtype and without offloading. Shard it so, or "
         "use a model that is whole on one device."
     )
@@ -188,27 +188,27 @@ class ShardedModel:
 
     def gathered(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the gathered parameters that operations read; their values exist only during a pass."""
-        found = {name: self._gathered.get(name, p) for name, p in parameters.items()}
-        for p in found.values():
+        gathered = {name: self._gathered.get(name, p) for name, p in parameters.items()}
+        for p in gathered.values():
             p.requires_grad_(True)  # as FSDP2 sets it from the sharded one whenever it gathers
-        return found
+        return gathered
 
     def _gather(self) -> dict[str, nn.Parameter]:
         reshard(self._model)
-        own = dict(self._model.named_parameters())
-        found: dict[str, nn.Parameter] = {}
+        sharded = dict(self._model.named_parameters())
+        gathered: dict[str, nn.Parameter] = {}
         for module in sharded_modules(self._model):
             module.unshard()
             for name, p in self._model.named_parameters():
-                if p is not own[name]:
-                    found[name] = p
+                if p is not sharded[name]:
+                    gathered[name] = p
             module.reshard()
-        for name, p in found.items():
-            if p.dtype != own[name].dtype:
+        for name, p in gathered.items():
+            if p.dtype != sharded[name].dtype:
                 raise _unsupported(
-                    f"its MixedPrecisionPolicy runs {name!r} in {p.dtype}, not {own[name].dtype}"
+                    f"its MixedPrecisionPolicy runs {name!r} in {p.dtype}, not {sharded[name].dtype}"
                 )
-        return found
+        return gathered
 
 
 class Watcher(Protocol):

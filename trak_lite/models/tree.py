@@ -40,11 +40,11 @@ class ModelTree:
         """Parameters by canonical name, each once, in the order of ``named_parameters``."""
         if type(self.model).named_parameters is not nn.Module.named_parameters:
             return dict(self.model.named_parameters())
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for prefix, module in self.named_modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    found[f"{prefix}.{name}" if prefix else name] = parameter
-        return found
+                    parameters[f"{prefix}.{name}" if prefix else name] = parameter
+        return parameters

@@ -120,13 +120,13 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Rank
     ``distributed=None`` joins the other ranks if the script was launched by torchrun, or has a process group, with more
     than one rank; ``False`` never does.
     """
-    found = None if distributed is False else _meeting_place()
-    if found is None:
+    meeting = None if distributed is False else _meeting_place()
+    if meeting is None:
         yield Ranks()
         return
     global _calls
     _calls += 1
-    ranks = _TorchRanks(*found, number=_calls, call=call)
+    ranks = _TorchRanks(*meeting, number=_calls, call=call)
     try:
         ranks.enter()
         yield ranks
@@ -169,8 +169,8 @@ def _launcher_store() -> tuple[Any, int, int]:
     # serves the store, it does so only when its script reaches this line, so wait longer.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=_PATIENCE) if served else dist.default_pg_timeout
-    found = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]  # public, but not listed
-    store, rank, size = next(found)
+    rendezvous = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]  # public, but not listed
+    store, rank, size = next(rendezvous)
     store = _part_of(f"trak_lite/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     atexit.register(_record_end, store, rank)
     return store, rank, size
@@ -236,8 +236,8 @@ class _TorchRanks(Ranks):
     def report(self, error: BaseException) -> None:
         """Record this rank's error for the other ranks, unless the call has failed already."""
         if self._failure is None and self._lost is None:
-            own = f"Rank {self.rank} failed in {self._call} ({type(error).__name__}: {error})."
-            reason = str(error) if isinstance(error, RankError) else own
+            failure = f"Rank {self.rank} failed in {self._call} ({type(error).__name__}: {error})."
+            reason = str(error) if isinstance(error, RankError) else failure
             with contextlib.suppress(RankError):  # the store cannot be reached
                 self._ask(lambda: self._store.compare_set(_FAILED, "", reason))
 
@@ -275,8 +275,8 @@ class _TorchRanks(Ranks):
         return self._first_value(f"first at {what}", str(self.rank)) == str(self.rank)
 
     def broadcast(self, what: str, value: Callable[[], Value]) -> Value:
-        found: Value = self._sent(what, value() if self.rank == 0 else None, 0)
-        return found
+        received: Value = self._sent(what, value() if self.rank == 0 else None, 0)
+        return received
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -291,10 +291,10 @@ class _TorchRanks(Ranks):
         tensor.copy_(moved)
 
     def merged(self, value: Value, merge: Callable[[Value, Value], Value]) -> Value:
-        found: Value = self._sent("merging", value, 0)
+        merged: Value = self._sent("merging", value, 0)
         for rank in range(1, self.size):
-            found = merge(found, self._sent("merging", value, rank))
-        return found
+            merged = merge(merged, self._sent("merging", value, rank))
+        return merged
 
     def _sent(self, what: str, value: Any, source: int) -> Any:
         data = np.frombuffer(bytearray(_encoded(value) if self.rank == source else b""), np.uint8)
@@ -305,10 +305,10 @@ class _TorchRanks(Ranks):
         self._together(what, self._group.broadcast, torch.from_numpy(data), source)
         return value if self.rank == source else _decoded(data.tobytes())
 
-    def _together(self, what: str, operation: Callable[..., Any], *given: Any) -> None:
+    def _together(self, what: str, operation: Callable[..., Any], *arguments: Any) -> None:
         """Run an operation of all ranks; raise :class:`RankError` if another rank fails or is lost."""
         try:
-            self._work = operation(*given)
+            self._work = operation(*arguments)
             self._wait(self._work.is_completed)
             self._work.wait()
             self._work = None
@@ -328,7 +328,7 @@ class _TorchRanks(Ranks):
         self._steps[what] += 1
         key = f"{what} {self._steps[what]}"
         try:
-            found: bytes = self._ask(lambda: self._store.compare_set(key, "", value))
+            stored: bytes = self._ask(lambda: self._store.compare_set(key, "", value))
         except RankError:
             self.watch()
             logger.warning(
@@ -337,7 +337,7 @@ class _TorchRanks(Ranks):
                 self.rank,
             )
             return value
-        return found.decode()
+        return stored.decode()
 
     def _wait(
         self, is_done: Callable[[], bool], check: Callable[[float], None] = lambda waited: None

@@ -204,17 +204,18 @@ def routed(
     join: Callable[[list[Tensor]], Tensor],
 ) -> Accumulator:
     """Return an accumulator that passes each block to that of its parameter, and joins the features of all."""
-    parameters = {name: shape for _, own in parts for name, shape in own.items()}
-    found = [
-        projector.accumulator(num_samples, model_id=model_id, parameters=own) for projector, own in parts
+    parameters = {name: shape for _, shapes in parts for name, shape in shapes.items()}
+    accumulators = [
+        projector.accumulator(num_samples, model_id=model_id, parameters=shapes)
+        for projector, shapes in parts
     ]
-    by_name = {name: part for part, (_, own) in zip(found, parts, strict=True) for name in own}
+    by_name = {name: part for part, (_, shapes) in zip(accumulators, parts, strict=True) for name in shapes}
 
     def add(block: GradientBlock) -> None:
         check_block(block, num_samples, parameters)
         by_name[block.name].add(block)
 
-    return Accumulator(add, lambda: join([part.features() for part in found]))
+    return Accumulator(add, lambda: join([part.features() for part in accumulators]))
 
 
 def named_gradients(grads: Mapping[str, Tensor] | Tensor) -> tuple[dict[str, Tensor], int]:
@@ -280,15 +281,15 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
             check_block(part, num_samples, parameters)
         return
     if isinstance(block, DenseBlock):
-        seen, rows = tuple(block.grad.shape[1:]), block.grad
+        grad_shape, rows = tuple(block.grad.shape[1:]), block.grad
     elif isinstance(block, LookupBlock):
-        seen, rows = (block.num_rows, block.values.shape[-1]), block.values
+        grad_shape, rows = (block.num_rows, block.values.shape[-1]), block.values
     else:
-        seen, rows = (block.output_grads.shape[-1], block.inputs.shape[-1]), block.inputs
+        grad_shape, rows = (block.output_grads.shape[-1], block.inputs.shape[-1]), block.inputs
     as_matrix = (shape[0], math.prod(shape[1:])) if shape else ()  # shape of the factors of a convolution
-    if seen not in (shape, (math.prod(shape),), as_matrix):
+    if grad_shape not in (shape, (math.prod(shape),), as_matrix):
         raise InvalidInputError(
-            f"The gradient of {block.name!r} has shape {seen} per sample, expected {shape}. "
+            f"The gradient of {block.name!r} has shape {grad_shape} per sample, expected {shape}. "
             "Axis 0 of a gradient is the sample, the rest is the parameter's shape."
         )
     if not rows.is_floating_point():

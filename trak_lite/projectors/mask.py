@@ -140,8 +140,8 @@ class AbstractMaskProjector(AbstractProjector):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what determines the features, as JSON values."""
-        own = {"kind": self.kind, "mask_dim": self.mask_dim, "layout": self.layout_kind}
-        return {**super().fingerprint(), **own}
+        settings = {"kind": self.kind, "mask_dim": self.mask_dim, "layout": self.layout_kind}
+        return {**super().fingerprint(), **settings}
 
     def free_memory(self) -> None:
         """Free the chosen entries; they are chosen again when needed."""
@@ -252,19 +252,19 @@ def _choose(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the ``count`` entries with the smallest words, at positions ``start, start + 1, ...``."""
     expected = count + 8 * math.isqrt(count) + 16  # fewer than count are found with probability 1e-15
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    while sum(len(index) for _, index in found) < count:
+    entries: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    while sum(len(index) for _, index in entries) < count:
         bound = min(_WORDS, expected * _WORDS // sum(sizes) + 1)
-        found = [_words_below(bound, key, size) for key, size in zip(keys.values(), sizes, strict=True)]
+        entries = [_words_below(bound, key, size) for key, size in zip(keys.values(), sizes, strict=True)]
         expected *= 2
-    owner = np.repeat(np.arange(len(keys)), [len(index) for _, index in found])
-    words, index = (np.concatenate(column) for column in zip(*found, strict=True))
+    owner = np.repeat(np.arange(len(keys)), [len(index) for _, index in entries])
+    words, index = (np.concatenate(column) for column in zip(*entries, strict=True))
     order = np.lexsort((index, owner, words))[:count]  # equal words: by name, then by index
     owner, index = owner[order], index[order]
-    places = {name: np.flatnonzero(owner == rank) for rank, name in enumerate(keys)}
+    by_name = {name: np.flatnonzero(owner == rank) for rank, name in enumerate(keys)}
     return {
-        name: (torch.from_numpy(index[place]), torch.from_numpy(place + start))
-        for name, place in places.items()
+        name: (torch.from_numpy(index[positions]), torch.from_numpy(positions + start))
+        for name, positions in by_name.items()
     }
 
 
@@ -293,11 +293,11 @@ def _rounds(keys: tuple[int, int], count: int, width: int, *, start: int) -> _Ro
     buckets = np.array(hash_offsets(keys[0], count, size=width))
     order = np.argsort(buckets, kind="stable")
     filled = np.bincount(buckets, minlength=width)
-    place = np.arange(count) - (np.cumsum(filled) - filled)[buckets[order]]
+    rounds = np.arange(count) - (np.cumsum(filled) - filled)[buckets[order]]
     index = np.zeros((int(filled.max()), width), np.int64)
     sign = np.zeros(index.shape, np.float32)
-    index[place, buckets[order]] = order + start
-    sign[place, buckets[order]] = hash_signs(keys[1], 0, count, device=torch.device("cpu")).numpy()[order]
+    index[rounds, buckets[order]] = order + start
+    sign[rounds, buckets[order]] = hash_signs(keys[1], 0, count, device=torch.device("cpu")).numpy()[order]
     return index, sign
 
 

@@ -70,8 +70,8 @@ class NoOpProjector(AbstractProjector):
         def add(block: GradientBlock) -> None:
             rows = block_rows(block, num_samples, parameters)
             total, column = features.of(rows.dtype, rows.device), columns[block.name]
-            own = total[block.start : block.start + len(rows), column : column + rows.shape[1]]
-            own.add_(rows.to(total.device))
+            view = total[block.start : block.start + len(rows), column : column + rows.shape[1]]
+            view.add_(rows.to(total.device))
 
         return Accumulator(add, features.whole)
 
@@ -114,30 +114,30 @@ class PerModuleProjector(AbstractProjector):
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
-        parts = [(self._projector_of(own), own) for own in by_module(parameters).values()]
+        parts = [(self._projector_of(shapes), shapes) for shapes in by_module(parameters).values()]
         return routed(parts, num_samples, model_id, _concatenated)
 
     def adjoint(
         self, features: Tensor, *, model_id: int, parameters: ParameterShapes
     ) -> dict[str, Tensor] | None:
         """Return the transposed map of every module; ``None`` if the wrapped projector does not define it."""
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         start = 0
-        for own in by_module(parameters).values():
-            projector = self._projector_of(own)
-            columns = features[:, start : start + projector.layout(own).width]
+        for shapes in by_module(parameters).values():
+            projector = self._projector_of(shapes)
+            columns = features[:, start : start + projector.layout(shapes).width]
             start += columns.shape[1]
-            part = projector.adjoint(columns, model_id=model_id, parameters=own)
+            part = projector.adjoint(columns, model_id=model_id, parameters=shapes)
             if part is None:
                 return None
-            found |= part
-        return {name: found[name] for name in parameters}
+            by_name |= part
+        return {name: by_name[name] for name in parameters}
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the segments of every module, in model order."""
         widths: list[tuple[str, int]] = []
-        for module, own in by_module(parameters).items():
-            name, inner = module or _ROOT, self._projector_of(own).layout(own).segments
+        for module, shapes in by_module(parameters).items():
+            name, inner = module or _ROOT, self._projector_of(shapes).layout(shapes).segments
             widths += [(name if len(inner) == 1 else f"{name}/{part.name}", part.width) for part in inner]
         return side_by_side(widths)
 

@@ -158,30 +158,30 @@ def _histogram(histogram: Histogram) -> _Drawing:
 
 def _damping(scores: ReportedScores) -> _Drawing:
     """Draw the rank correlation of the scores with the scores at other dampings."""
-    own = scores.settings.get("damping")  # without a kernel damping_path raises
-    dampings = sorted({*_DAMPINGS, *([float(own)] if own else [])})
-    path = scores.damping_path([*dampings, own], targets=every_nth(scores.shape[1], _RANKED_TARGETS))
+    damping = scores.settings.get("damping")  # without a kernel damping_path raises
+    dampings = sorted({*_DAMPINGS, *([float(damping)] if damping else [])})
+    path = scores.damping_path([*dampings, damping], targets=every_nth(scores.shape[1], _RANKED_TARGETS))
     num_rows = scores.shape[0]
     rows = np.arange(num_rows)[every_nth(num_rows, _RANKED_ROWS)]
-    if len(rows) < 2 or own == 0:
+    if len(rows) < 2 or damping == 0:
         raise InvalidInputError("Ranks need at least two train rows and a damping above 0.")
     *values, here = path.rows(rows).astype(np.float64)
-    found = np.array([[spearman(a, b) for a, b in zip(at.T, here.T, strict=True)] for at in values])
+    rho = np.array([[spearman(a, b) for a, b in zip(at.T, here.T, strict=True)] for at in values])
 
     def plot(axes: Axes) -> None:
-        axes.fill_between(dampings, found.min(1), found.max(1), color=_HIGH, alpha=0.18, linewidth=0)
-        if own is not None:
-            axes.axvline(own, color=_LOW, linestyle="--", linewidth=1)
-        axes.plot(dampings, found.mean(1), color=_HIGH, linewidth=2)
-        axes.set(xscale="log", ylim=(min(0.0, found.min()), 1.02))
+        axes.fill_between(dampings, rho.min(1), rho.max(1), color=_HIGH, alpha=0.18, linewidth=0)
+        if damping is not None:
+            axes.axvline(damping, color=_LOW, linestyle="--", linewidth=1)
+        axes.plot(dampings, rho.mean(1), color=_HIGH, linewidth=2)
+        axes.set(xscale="log", ylim=(min(0.0, rho.min()), 1.02))
         axes.locator_params(axis="y", nbins=5)
         axes.xaxis.set_major_formatter("{x:g}")
 
-    named = "the default" if own is None else f"{own:g}"
+    named = "the default" if damping is None else f"{damping:g}"
     return (
         chart(plot, "Rank correlation over dampings", "damping", "rank correlation"),
         f"Rank correlation of the scores, whose damping is {named}, with the scores at other dampings, over "
-        f"{len(rows):,} train rows: mean and range of {found.shape[1]} targets. Where the line is flat and near 1, "
+        f"{len(rows):,} train rows: mean and range of {rho.shape[1]} targets. Where the line is flat and near 1, "
         "damping changes the ranking little.",
     )
 
@@ -218,10 +218,10 @@ def _checkpoints(scores: ReportedScores) -> _Drawing:
             f"{count} checkpoints are too many to draw (at most {_MOST_CHECKPOINTS}); "
             "scores.checkpoint_agreement() returns their correlations."
         )
-    found = scores.checkpoint_agreement(max_rows=_RANKED_ROWS, max_targets=_RANKED_TARGETS)
-    off: NDArray[Any] = found[~np.eye(count, dtype=bool)]
-    rows, columns = np.indices(found.shape).reshape(2, -1)
-    flat = found.reshape(-1).tolist()
+    agreement = scores.checkpoint_agreement(max_rows=_RANKED_ROWS, max_targets=_RANKED_TARGETS)
+    off: NDArray[Any] = agreement[~np.eye(count, dtype=bool)]
+    rows, columns = np.indices(agreement.shape).reshape(2, -1)
+    flat = agreement.reshape(-1).tolist()
 
     def plot(axes: Axes) -> None:
         # numbers stay readable

@@ -136,7 +136,7 @@ def notebook_summary(scores: ReportedScores) -> str:
 
     Scores that are many, or not in the store, are not read: their summary has no top rows.
     """
-    place, top = scores.location or "memory", None
+    where, top = scores.location or "memory", None
     if scores.stored and scores.shape[0] * scores.shape[1] <= _SUMMARY_SCORES:
         # Scores of some rows of every target hold no others.
         held = [int(scores.settings[name]) for name in ("k", "candidates") if name in scores.settings]
@@ -149,7 +149,7 @@ def notebook_summary(scores: ReportedScores) -> str:
         scores=scores,
         settings=_notebook_settings(scores.settings),
         top=top,
-        place=f"stored in {place}" if scores.stored else f"not stored, computed from the rows in {place}",
+        place=f"stored in {where}" if scores.stored else f"not stored, computed from the rows in {where}",
     )
 
 
@@ -175,16 +175,16 @@ def notebook_table(
 def _cards(survey: Survey, renders: Renders) -> Iterator[dict[str, Any]]:
     """Yield the values of the macro ``card`` in ``parts.html``, one target at a time."""
     ends = (("Most helpful", "high", survey.helpful), ("Most harmful", "low", survey.harmful))
-    for place, target in enumerate(survey.targets):
+    for index, target in enumerate(survey.targets):
         shown = []
         for title, side, top in ends:
-            rows = [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, place)]
+            rows = [(row, f"{score:+.3g}", renders.of_row(row, target)) for row, score in _pairs(top, index)]
             shown.append((title, side, rows))
         yield {"target": target, "content": renders.of_target(target), "ends": shown}
 
 
-def _pairs(top: TopRows, place: int) -> Iterator[tuple[int, float]]:
-    return zip(top.indices[place].tolist(), top.scores[place].tolist(), strict=True)
+def _pairs(top: TopRows, index: int) -> Iterator[tuple[int, float]]:
+    return zip(top.indices[index].tolist(), top.scores[index].tolist(), strict=True)
 
 
 def _listed(top: TopRows, target: int) -> str:
@@ -203,8 +203,8 @@ def _settings(scores: ReportedScores) -> list[tuple[str, str]]:
 
 def _notebook_settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the first settings, with long names and values cut."""
-    given = [(key, str(value)) for key, value in settings.items() if value is not None][:_NOTEBOOK_SETTINGS]
-    return [(cut(key, _NOTEBOOK_LENGTH), cut(value, _NOTEBOOK_LENGTH)) for key, value in given]
+    texts = [(key, str(value)) for key, value in settings.items() if value is not None][:_NOTEBOOK_SETTINGS]
+    return [(cut(key, _NOTEBOOK_LENGTH), cut(value, _NOTEBOOK_LENGTH)) for key, value in texts]
 
 
 def _value(value: Any) -> str:

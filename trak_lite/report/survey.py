@@ -115,6 +115,6 @@ class Survey:
                 best.update(done, part)
             done += len(tile)
         numbers = np.arange(scores.shape[0]) if wanted is None else np.flatnonzero(wanted)
-        found = (best.result() for best in ends)
-        helpful, harmful = (TopRows(numbers[rows.numpy()], values.numpy()) for rows, values in found)
+        results = (best.result() for best in ends)
+        helpful, harmful = (TopRows(numbers[rows.numpy()], values.numpy()) for rows, values in results)
         return cls(shown, helpful, harmful, histogram)

@@ -63,8 +63,8 @@ class SubsetSums:
         self.by_checkpoint: list[dict[str, Tensor]] = []
         """For each checkpoint the sums by view, ``(S, K)``; ``"unit"`` sums rows scaled to norm 1."""
         for table in rows.train:
-            own = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
-            weights = {"outside": members * mean, "inside": members * own, "off": members}
+            out_to_loss = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
+            weights = {"outside": members * mean, "inside": members * out_to_loss, "off": members}
             zeros = members.new_zeros(len(members), rows.width)
             sums = {view: zeros.clone() for view in (*weights, "unit")}
             for start, chunk in table.blocks(FEATURES):
@@ -164,15 +164,15 @@ def _refuse_other_teacher(scores: Scores, teacher: Scores, chosen: NDArray[np.in
             f"The teacher was made with another task ({other.name or type(other).__name__}) than the scores "
             f"({task.name or type(task).__name__}). Pass unrolled the task of the scores."
         )
-    own, given, order = _targets(scores), _targets(teacher), np.arange(scores.shape[1])
+    of_scores, of_teacher, order = _targets(scores), _targets(teacher), np.arange(scores.shape[1])
     if np.array_equal(chosen, order):
-        is_other = _are_others(own, given, same_dtype)
+        is_other = _are_others(of_scores, of_teacher, same_dtype)
     else:  # of which the digest of the values says nothing, unless both are rows of the same tensors
         is_other = (
-            "tensors" in own
-            and own["tensors"] == given.get("tensors")
-            and own["indices"] == _order(order)
-            and given["indices"] != _order(chosen)
+            "tensors" in of_scores
+            and of_scores["tensors"] == of_teacher.get("tensors")
+            and of_scores["indices"] == _order(order)
+            and of_teacher["indices"] != _order(chosen)
         )
     if is_other:
         raise InvalidInputError(
@@ -184,16 +184,16 @@ def _refuse_other_teacher(scores: Scores, teacher: Scores, chosen: NDArray[np.in
 def _train_rows(scores: Scores) -> Mapping[str, Any]:
     """Return JSON values that identify the train rows; empty if they are not known."""
     made = scores.manifest.fingerprint
-    found: Mapping[str, Any] = made.get("dataset") or made.get("run", {}).get("data", {})
-    return found
+    identity: Mapping[str, Any] = made.get("dataset") or made.get("run", {}).get("data", {})
+    return identity
 
 
 def _targets(scores: Scores) -> Mapping[str, Any]:
     """Return JSON values that identify targets; empty if they are not known, or are samples of a question."""
     entries = scores.record.entries
     made = scores.manifest.fingerprint if entries is None else entries.table().spec.fingerprint
-    found: Mapping[str, Any] = made.get("targets", {})
-    return {} if "task" in found else found
+    identity: Mapping[str, Any] = made.get("targets", {})
+    return {} if "task" in identity else identity
 
 
 def _task_of(scores: Scores) -> AbstractModelOutput | None:
@@ -231,9 +231,9 @@ class _Fit:
     """What weights are fitted to: the predictions of every part of the scores, and the default weights."""
 
     def __init__(self, rows: ScoreSource, sums: SubsetSums, chosen: NDArray[np.int64]) -> None:
-        own = require_kernel(rows).damping
+        configured = require_kernel(rows).damping
         self._rows = rows
-        self.dampings = (None, *_DAMPINGS) if own is None else tuple(sorted({*_DAMPINGS, own}))
+        self.dampings = (None, *_DAMPINGS) if configured is None else tuple(sorted({*_DAMPINGS, configured}))
         self.segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
         if len(VIEWS) * len(rows.train) * len(self.segments) * len(self.dampings) > _MOST_PARTS:
             self.segments = ((0, rows.width),)
@@ -251,7 +251,7 @@ class _Fit:
         """Predictions of each view, checkpoint, segment and damping alone, ``(V C s D, S, targets)``."""
         prior = np.zeros(axes)
         default = np.asarray(rows.method.weights(len(rows.train)))
-        prior[VIEWS.index(rows.method.q), :, :, self.dampings.index(own)] = default[:, None]
+        prior[VIEWS.index(rows.method.q), :, :, self.dampings.index(configured)] = default[:, None]
         self.prior = prior.reshape(-1)
 
     def tested(
@@ -264,8 +264,8 @@ class _Fit:
         across: Literal["subsets", "targets"] = "subsets",
     ) -> Calibration:
         """Return weights with the LDS and the gain of their predictions ``(S, M)`` on what was held out."""
-        found, (lead,) = bootstrapped_scores([better, default], outputs, confidence)
-        better_lds, default_lds = map(Estimate.of, found)
+        lds, (lead,) = bootstrapped_scores([better, default], outputs, confidence)
+        better_lds, default_lds = map(Estimate.of, lds)
         gain = Estimate.of(lead)
         return Calibration(
             kept=gain.low > 0.0,
@@ -342,7 +342,8 @@ def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np
     dtype = rows.product_dtype(*calibration.dampings)
     for view in VIEWS:
         terms = [
-            ScoreTerm(table, own.to(dtype)) for table, own in zip(rows.train, targets[view], strict=True)
+            ScoreTerm(table, features.to(dtype))
+            for table, features in zip(rows.train, targets[view], strict=True)
         ]
         for tile in tile_ranges(rows.num_rows, rows.num_rows):
             scores[tile.start : tile.stop] += score_tile(terms, tile, q=view).cpu().numpy()

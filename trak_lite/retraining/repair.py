@@ -55,30 +55,36 @@ class Repair:
 
     def __str__(self) -> str:
         of, target, interval = self.effects, self.target, ""
-        by = "" if self.reached else " by a set that has an interval"
+        verdict = f"{'predicted' if self.reached else 'NOT predicted'} to be reached"
         if of.lower is None or of.upper is None or np.isinf(of.lower[target]):
-            by = " by the uncalibrated sum of scores, without a probability"
+            verdict += " by the uncalibrated sum of scores, without a probability"
         else:
             interval = f" [{of.lower[target]:+.3g}, {of.upper[target]:+.3g}] (level {of.level:.0%})"
-        verb = "predicted" if self.reached else "NOT predicted"
+            if not self.reached:
+                chance = f"{(1 + of.level) / 2:.0%}"
+                verdict += (
+                    f" with a chance of {chance} by a set that has an interval; shown is the best of these"
+                )
         lines = [
-            f"target {target}, goal {self.goal:+.3g}, {verb} to be reached{by}",
-            f"{of.change}: change {of.predicted[target]:+.3g}{interval}",
+            f"target {target}, goal {self.goal:+.3g}, {verdict}",
+            f"{of.change}: predicted change {of.predicted[target]:+.3g}{interval}",
         ]
         changes = of.predicted
         if self.measured is not None:
-            changes, own = self.measured.mean(axis=0), self.measured[:, target]
-            verb, span = "reached" if self.success else "missed", f"from {own.min():+.3g} to {own.max():+.3g}"
+            changes, by_seed = self.measured.mean(axis=0), self.measured[:, target]
+            span = f"from {by_seed.min():+.3g} to {by_seed.max():+.3g}"
+            verdict = f"{'reaches' if self.success else 'misses'} the goal"
             lines.append(
-                f"retrained with {len(own)} seeds: change {own.mean():+.3g} ({span}), the goal is {verb}"
+                f"retrained with {len(by_seed)} seeds: measured change {by_seed.mean():+.3g} ({span}), which {verdict}"
             )
         others = [int(i) for i in np.argsort(-np.abs(changes), kind="stable") if i != target][:_SHOWN]
-        size = np.sqrt(np.mean(np.square(np.delete(changes, target)))) if others else 0.0
-        listed = "; ".join(f"target {i}: {changes[i]:+.3g}" for i in others)
-        what = "predicted" if self.measured is None else "measured"
-        lines.append(
-            f"{what} changes of the other targets: root mean square {size:.3g}; largest {listed or 'none'}"
-        )
+        if others:
+            size = np.sqrt(np.mean(np.square(np.delete(changes, target))))
+            listed = "; ".join(f"target {i}: {changes[i]:+.3g}" for i in others)
+            what = "predicted" if self.measured is None else "measured"
+            lines.append(
+                f"{what} changes of the other targets: root mean square {size:.3g}; largest {listed}"
+            )
         return printable("\n".join([*lines, of.basis]))
 
     def __repr__(self) -> str:
@@ -146,16 +152,16 @@ def repair(
     if (train_fn is None) != (targets is None) or budget < 2:
         raise InvalidInputError(
             "A test needs train_fn, targets and a budget of at least 2 retrainings: with all rows and without. Got "
-            f" train_fn={train_fn!r:.60}, targets={type(targets).__name__} and budget={budget!r}."
+            f"train_fn={train_fn!r:.60}, targets={type(targets).__name__} and budget={budget!r}."
         )
     if not 0.5 < chance < 1.0:
         raise InvalidInputError(f"chance must lie between 0.5 and 1, got {chance!r}.")
     order = scores.top(largest, target=number, sign="helpful" if goal < 0 else "harmful").indices
-    found = _smallest(effects, order, number, float(goal), 2.0 * chance - 1.0)
+    proposal = _smallest(effects, order, number, float(goal), 2.0 * chance - 1.0)
     if train_fn is None:
-        return found
+        return proposal
     masks = np.ones((2, num_rows), np.bool_)
-    masks[1, found.rows] = False
+    masks[1, proposal.rows] = False
     seeds = range(first_seed, first_seed + budget // 2)
 
     def measure(retrain: Retrain, _: ScoreEntries) -> NDArray[np.float64]:
@@ -163,7 +169,7 @@ def repair(
         changes: NDArray[np.float64] = without - with_all
         return changes
 
-    return replace(found, measured=measured(scores, train_fn, targets, train_id, "repair", measure))
+    return replace(proposal, measured=measured(scores, train_fn, targets, train_id, "repair", measure))
 
 
 def _smallest(
@@ -175,11 +181,11 @@ def _smallest(
     def sum_of(size: int) -> float:
         return -direction * float(effects.sum(order[:size])[target])
 
-    def nearer_end(found: Effects) -> float:
+    def nearer_end(prediction: Effects) -> float:
         """Return how far the interval of the target reaches at least; no interval promises nothing."""
-        if found.lower is None or found.upper is None:
+        if prediction.lower is None or prediction.upper is None:
             return -np.inf
-        return min(direction * float(end[target]) for end in (found.lower, found.upper))
+        return min(direction * float(end[target]) for end in (prediction.lower, prediction.upper))
 
     def end_of(size: int) -> float:
         return nearer_end(effects.without(order[:size], level, target=target))
@@ -189,9 +195,9 @@ def _smallest(
         size, reach = _first(end_of, len(order), abs(goal))
     if np.isinf(reach):  # for no size an interval is known
         size, reach = _first(sum_of, len(order), abs(goal))
-    found = effects.without(order[:size], level)
-    end = nearer_end(found)  # a size between the tried ones may have an interval
-    return Repair(target, goal, order[:size], (reach if np.isinf(end) else end) >= abs(goal), found)
+    prediction = effects.without(order[:size], level)
+    end = nearer_end(prediction)  # a size between the tried ones may have an interval
+    return Repair(target, goal, order[:size], (reach if np.isinf(end) else end) >= abs(goal), prediction)
 
 
 def _first(reach: Callable[[int], float], largest: int, goal: float) -> tuple[int, float]:

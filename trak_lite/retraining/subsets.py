@@ -139,8 +139,8 @@ class _Plan:
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
         for row in rows:
-            subset, place = divmod(row, len(self.seeds))
-            seed = self.seeds[place] + self.step * subset
+            subset, index = divmod(row, len(self.seeds))
+            seed = self.seeds[index] + self.step * subset
             yield _Job(row, subset, seed, np.flatnonzero(self.masks[subset]))
 
     def spec(self, num_targets: int) -> TableSpec:
@@ -311,9 +311,9 @@ def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool 
     if others:
         step = seed_step(plan.seeds)
         plan = replace(plan, fingerprint={**plan.fingerprint, "seeds_step": step}, step=step)
-    known = workspace.store().table_names(group) if workspace.exists else []
+    table_names = workspace.store().table_names(group) if workspace.exists else []
     number, compared = 0, ""
-    while (path := retrained_path(group, plan.fingerprint, number)) in known:
+    while (path := retrained_path(group, plan.fingerprint, number)) in table_names:
         is_same, compared = _compared(workspace, path, plan)
         if is_same:
             break
@@ -321,13 +321,13 @@ def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool 
         logger.info(compared)
         number += 1
     if number == 0:
-        reused = _reuse(workspace, [name for name in known if name != path], path, plan)
+        reused = _reuse(workspace, [name for name in table_names if name != path], path, plan)
         compared = compared or reused
     return _fill(workspace, path, plan, compared)
 
 
-def _reuse(workspace: Workspace, known: Iterable[str], path: str, plan: _Plan) -> str:
-    """Copy outputs that are missing from a known plan that is a part of this one, and return how they were compared."""
+def _reuse(workspace: Workspace, table_names: Iterable[str], path: str, plan: _Plan) -> str:
+    """Copy outputs that are missing from a stored plan that is part of this one, and return how they were compared."""
     begun, parts = workspace.table(path), []
     missing = np.ones(plan.num_rows, np.bool_) if begun is None else ~begun.done()
 
@@ -335,7 +335,7 @@ def _reuse(workspace: Workspace, known: Iterable[str], path: str, plan: _Plan) -
         subsets, seeds = np.divmod(rows, len(part.seeds))
         return subsets * len(plan.seeds) + seeds
 
-    for name in known if missing.any() else ():
+    for name in table_names if missing.any() else ():
         try:
             table = workspace.table(name)
             part = None if table is None else plan.part(table.spec.fingerprint)
@@ -345,7 +345,7 @@ def _reuse(workspace: Workspace, known: Iterable[str], path: str, plan: _Plan) -
         except CorruptStoreError as error:  # a check of the store finds it
             logger.info("Outputs of other retrainings cannot be read: %s", error)
     compared = ""
-    for _, name, table, part in sorted(parts, key=lambda found: -found[0]):
+    for _, name, table, part in sorted(parts, key=lambda entry: -entry[0]):
         is_same, compared = _compared(workspace, name, part)
         if not is_same:
             compared += " All models are trained again."
@@ -460,38 +460,38 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
         )
     ranges = [np.arange(*table.chunk_range(chunk)) for chunk in table.committed_chunks()]
     committed = np.concatenate([np.empty(0, np.int64), *ranges])
-    by_seed = [committed[committed % len(plan.seeds) == place] for place in range(len(plan.seeds))]
+    by_seed = [committed[committed % len(plan.seeds) == index] for index in range(len(plan.seeds))]
     # A committed row for every seed, of another subset for each if possible.
-    chosen = [rows[place % len(rows)] for place, rows in enumerate(by_seed) if len(rows)]
+    chosen = [rows[index % len(rows)] for index, rows in enumerate(by_seed) if len(rows)]
     stored = done_rows(table, np.array(chosen, np.int64) if chosen else None)
     if stored is None:
         return True, ""
     made = workspace.store().attributes(path).get(_CONDITIONS)
-    places, farthest = [], 0.0
+    jobs, farthest = [], 0.0
     for row, outputs in zip(stored.rows[: len(plan.seeds)].tolist(), stored.values[OUTPUTS], strict=False):
-        found = compare(outputs, functools.partial(plan.again, row), _distance, exact=False)
+        outcome = compare(outputs, functools.partial(plan.again, row), _distance, exact=False)
         # Other processes, perhaps on other machines, may have trained the rows after the first. Conditions are those
         # after the repetition: the GPU is known when a training has used it.
-        found = replace(found, exact=row == 0 and made == conditions(models_at_once=1))
-        place = str(next(plan.jobs([row])))
-        if found.is_random:
+        outcome = replace(outcome, exact=row == 0 and made == conditions(models_at_once=1))
+        job = str(next(plan.jobs([row])))
+        if outcome.is_random:
             warnings.warn(
                 "The training is not deterministic: two runs with the same rows and seed give different outputs (for "
-                f"{place} they differ by {found.noise:.2g} of their spread). So a change of the training that is not "
+                f"{job} they differ by {outcome.noise:.2g} of their spread). So a change of the training that is not "
                 f"much larger than this is not noticed in the outputs in {where}. Seed all random numbers of the "
                 "training.",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        if not found.is_same:
+        if not outcome.is_same:
             return False, (
-                f"{where} holds outputs of another training: repeated for {place}, it gives outputs that differ by "
-                f"{found.apart:.2g} of their spread."
+                f"{where} holds outputs of another training: repeated for {job}, it gives outputs that differ by "
+                f"{outcome.apart:.2g} of their spread."
             )
-        places.append(place)
-        farthest = max(farthest, found.apart)
+        jobs.append(job)
+        farthest = max(farthest, outcome.apart)
     compared = (
-        f"Stored outputs were used. Trained again, to compare: {'; '.join(places)}; outputs differ by {farthest:.2g} "
+        f"Stored outputs were used. Trained again, to compare: {'; '.join(jobs)}; outputs differ by {farthest:.2g} "
         "of their spread."
     )
     logger.info(compared)

@@ -163,17 +163,17 @@ def measured(
     output_fn = partial(_target_outputs, run.model, run.settings.task, rows, run.settings.device)
 
     def measure_once() -> Any:
-        given = {"targets": run.target_identity(rows)}
+        identity = {"targets": run.target_identity(rows)}
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
             store = workspace.store()
             path = score_path(store, scores.name, scores.method, run.settings.method)
             scored = dict(store.open_table(path).spec.fingerprint["targets"])
             scored.pop("curvature", None)  # belongs to the scores, not to the data
             remedy = "Pass the targets that were scored under this name."
-            compare_fingerprints({"targets": scored}, given, where=path, remedy=remedy)
+            compare_fingerprints({"targets": scored}, identity, where=path, remedy=remedy)
 
             def retrain(masks: ArrayLike, *, seeds: Sequence[int], others: bool = False) -> Retrained:
-                plan = retraining_plan(train_fn, masks, output_fn, seeds, train_id, run.progress, given)
+                plan = retraining_plan(train_fn, masks, output_fn, seeds, train_id, run.progress, identity)
                 return retrain_into(workspace, retrain_path(scores.name), plan, others=others)
 
             return measure(retrain, ScoreEntries(store, path))
@@ -221,20 +221,22 @@ def evaluate(
     outputs = retrained.mean
     predicted = summed_over(scores, retrained.masks)
     sums = SubsetSums(rows, retrained.masks)
-    names, others = zip(*_baselines(rows, sums, retrained.masks, scores.shape, texts), strict=True)
-    (found, *own), leads = bootstrapped_scores([predicted, *others], outputs, confidence)
+    others = dict(_baselines(rows, sums, retrained.masks, scores.shape, texts))
+    (score_lds, *baseline_lds), leads = bootstrapped_scores(
+        [predicted, *others.values()], outputs, confidence
+    )
     baselines = (
         Baseline(name, Estimate.of(lds), Estimate.of(lead))
-        for name, lds, lead in zip(names, own, leads, strict=True)
+        for name, lds, lead in zip(others, baseline_lds, leads, strict=True)
     )
     return Verdict(
-        lds=Estimate.of(found),
+        lds=Estimate.of(score_lds),
         baselines=tuple(baselines),
         num_subsets=len(outputs),
         num_seeds=len(retrained.seeds),
         alpha=float(retrained.masks.mean()),
         num_targets=outputs.shape[1],
-        num_constant=found.num_constant,
+        num_constant=score_lds.num_constant,
         confidence=confidence,
         ceiling=retrained.noise_ceiling().ceiling if len(retrained.seeds) > 1 else None,
         calibration=fitted_to_subsets(rows, sums, predicted, outputs, confidence) if calibrate else None,
@@ -282,7 +284,9 @@ def _baselines(
         yield "gradient dot product, no kernel", sums.predict(targets, "off" if is_update else "outside")
         yield "nearest in feature space (cosine)", sums.predict(list(map(unit_rows, targets)), "unit")
     # q decreases with f and increases with the loss. The prediction is the same for all targets.
-    yield "loss of the train row (its q)", np.tile((masks @ rows.mean_out_to_loss())[:, None], shape[1])
+    loss = rows.mean_out_to_loss()
+    if np.ptp(loss) > 0:  # q is 1 where f is minus the loss
+        yield "loss of the train row (its q)", np.tile((masks @ loss)[:, None], shape[1])
     if texts is not None:
         if (len(texts[0]), len(texts[1])) != shape:
             raise InvalidInputError(
@@ -354,7 +358,7 @@ def verify_run(
     folder = None if run.path is None else run.path / "left-out" / digest[:16]
     if folder is not None:
         refuse_links(str(folder))
-    found = []
+    estimates = []
     for left_out in dict.fromkeys(max(1, round(share * num_rows)) for share in _LEFT_OUT):
         if left_out >= num_rows:
             raise InvalidInputError(
@@ -370,8 +374,8 @@ def verify_run(
         )
         predicted = summed_over(scores, masks)
         ((lds,), _) = bootstrapped_scores([predicted], retrained.mean, confidence)
-        found.append((left_out / num_rows, Estimate.of(lds)))
-    verdict = OneRunVerdict(tuple(found), budget, len(rows), run.metasmoothness(), confidence, run.digest)
+        estimates.append((left_out / num_rows, Estimate.of(lds)))
+    verdict = OneRunVerdict(tuple(estimates), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict
 

@@ -79,17 +79,19 @@ class Effects:
                 lines.append(f"largest {word}s: " + "; ".join(map(self._shown, chosen)))
         if self.lower is not None and self.upper is not None:
             sure = int(((self.lower > 0) | (self.upper < 0)).sum())
-            lines.append(f"{sure} of {len(self.predicted)} intervals exclude 0 (level {self.level:.0%})")
+            lines.append(
+                f"{sure} of {np.isfinite(self.lower).sum()} intervals exclude 0 (level {self.level:.0%})"
+            )
         return printable("\n".join([*lines, self.basis]))
 
     def __repr__(self) -> str:
         return f"Effects({self})"
 
     def _shown(self, target: int) -> str:
-        found = f"target {target}: {self.predicted[target]:+.3g}"
+        text = f"target {target}: {self.predicted[target]:+.3g}"
         if self.lower is None or self.upper is None or np.isinf(self.lower[target]):
-            return found
-        return f"{found} [{self.lower[target]:+.3g}, {self.upper[target]:+.3g}]"
+            return text if self.lower is None else f"{text} (no interval)"
+        return f"{text} [{self.lower[target]:+.3g}, {self.upper[target]:+.3g}]"
 
     def to_json(self) -> dict[str, Any]:
         """Return the effects as JSON values; arrays become lists, missing intervals and their ends ``None``."""
@@ -116,7 +118,8 @@ def what_if(
     relabelled rows with the new label minus those with the old one.
 
     A removed set gets an interval from sets whose removal was measured: those of :func:`try_removals`, otherwise the
-    random subsets of :func:`~trak_lite.verify`, which resemble random sets only. These are compared with each other and
+    random subsets of :func:`~trak_lite.verify`, which resemble random sets only, and the less the more their sizes
+    differ: 10 subsets of half of the rows answer for about half of the rows. These are compared with each other and
     not with models of all rows, so that their intervals are widened by the change that the scores predict for random
     rows. The interval is about the mean output
     of R models that are trained without the rows, R as in these retrainings, minus the expected output of models that
@@ -207,21 +210,22 @@ class SummedEffects:
         change = _counted("without", len(rows), len(self.scores))
         if self.trials is None:
             basis = (
-                "No interval: no retraining is stored with these scores. The prediction is the sum of scores; measure "
-                f"with {_MEASURE}, or verify."
+                "No interval: no retraining is stored with these scores. The prediction is the sum of scores"
             )
+            measurable = self.scores.record.source is not None  # retraining functions refuse other scores
+            basis += f"; measure with {_MEASURE}, or verify." if measurable else "."
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
-        found = self.trials.interval(predicted, standard, share, level=level, target=target)
-        width = found.half_width
+        interval = self.trials.interval(predicted, standard, share, level=level, target=target)
+        width = interval.half_width
         # no model with all rows was trained: what all sets of the size share is not measured
         if self.trials.of_verdict:
             width = width + np.abs(len(rows) * self._moments[0])
-        lower, upper = found.predicted - width, found.predicted + width
-        basis = _basis(self.trials, found, (share, float(concentration_of(standard))), level)
-        if np.isinf(found.half_width).all():
+        lower, upper = interval.predicted - width, interval.predicted + width
+        basis = _basis(self.trials, interval, (share, float(concentration_of(standard))), level)
+        if np.isinf(interval.half_width).all():
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
-        return Effects(self.scores.name, change, found.predicted, lower, upper, level, basis)
+        return Effects(self.scores.name, change, interval.predicted, lower, upper, level, basis)
 
 
 def try_removals(
@@ -250,7 +254,8 @@ def try_removals(
         train_fn: As in :func:`~trak_lite.verify`.
         targets: The targets that were scored.
         budget: Number of sets; each is trained without once per seed. At the default level an interval needs 9 trials
-            that resemble the set, and 60 give them for most sets. More make the intervals narrower.
+            that resemble the set, and 60 give them for most sets; with one target, its most helpful 20 % need 70 to 90.
+            More make the intervals narrower.
         shares: Sizes of the sets, as shares of the train rows. Larger sets get no interval. No set occurs twice: where
             all sets of a size are used, another size takes its place.
         groups: ``(N,)`` group of each train row (its class, source), or the name of a stored column.
@@ -313,7 +318,7 @@ def try_removals(
         shares = np.array([len(members) / num_rows for members in sets])
         before = with_all.outputs[0].astype(np.float64)
         outputs, noise = before.mean(axis=0), before.std(axis=0, ddof=1)
-        found = Trials(
+        trials = Trials(
             shares,
             predicted[:, some],
             standard[:, some],
@@ -322,8 +327,8 @@ def try_removals(
             noise[some],
             len(without.seeds),
         )
-        entries.put_trials(found)
-        return found.to_array()
+        entries.put_trials(trials)
+        return trials.to_array()
 
     return Trials.from_array(measured(scores, train_fn, targets, train_id, "try_removals", measure))
 
@@ -341,7 +346,7 @@ def _trial_sets(
     kinds, mean = _KINDS if labels is None else (*_KINDS, "group"), scores.mean(axis=1)
     if suspicion is not None and np.ptp(suspicion) > 0:
         kinds = (*kinds, "suspect")
-    known: defaultdict[int, set[bytes]] = defaultdict(set)
+    sets: defaultdict[int, set[bytes]] = defaultdict(set)
     units = scores / np.maximum(np.linalg.norm(scores, axis=1, keepdims=True), 1e-30)
     for number in range(budget):
         size, kind = sizes[number // len(kinds) % len(sizes)], kinds[number % len(kinds)]
@@ -354,15 +359,15 @@ def _trial_sets(
         elif kind == "similar":
             order = np.argsort(-(units @ units[order[0]]), kind="stable")
         elif kind == "group" and labels is not None:
-            places = rng.permutation(labels.max() + 1)
-            order = order[np.argsort(places[labels[order]], kind="stable")]
-        while len(known[size]) >= len(order) and len(known[size]) == math.comb(len(order), size):
+            ranks = rng.permutation(labels.max() + 1)
+            order = order[np.argsort(ranks[labels[order]], kind="stable")]
+        while len(sets[size]) >= len(order) and len(sets[size]) == math.comb(len(order), size):
             size = size % max(sizes) + 1  # every set of this size is a trial
         ranked, wider = order, size
-        while np.sort(order[:size]).tobytes() in known[size]:  # a copy of a trial would count as another one
+        while np.sort(order[:size]).tobytes() in sets[size]:  # a copy of a trial would count as another one
             wider = min(2 * wider, len(ranked))
             order = rng.permutation(ranked[:wider])
-        known[size].add(np.sort(order[:size]).tobytes())
+        sets[size].add(np.sort(order[:size]).tobytes())
         yield order[:size]
 
 
@@ -382,14 +387,14 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
     with run.session() as session:
 
         def visit(digest: str, _: str) -> None:
-            place = digests.index(digest)
-            term = terms[place]
+            index = digests.index(digest)
+            term = terms[index]
             passes = session.row_pass(rows, model_id_of(term.train))
             plan = [np.arange(i, min(i + rows.batch_size, count)) for i in range(0, count, rows.batch_size)]
-            for wanted, found in passes.stream(plan, lambda: 0):
-                features = found.features if term.transform is None else term.transform(found.features)
-                products[place, wanted] = (features.double() @ term.targets.double().T).cpu().numpy()
-                factors[place, wanted, 0] = found.terms.out_to_loss_grad.double().cpu().numpy()
+            for wanted, computed in passes.stream(plan, lambda: 0):
+                features = computed.features if term.transform is None else term.transform(computed.features)
+                products[index, wanted] = (features.double() @ term.targets.double().T).cpu().numpy()
+                factors[index, wanted, 0] = computed.terms.out_to_loss_grad.double().cpu().numpy()
 
         train = dict(zip(digests, scores.source.train, strict=True))
         session.visit(train, visit, purpose="to score new labels")
@@ -399,22 +404,22 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
     return total
 
 
-def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], given: Rows) -> None:
+def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], samples: Rows) -> None:
     """Raise if a sample shares nothing with its train row, where that can be told."""
     is_shared = np.zeros(len(numbers), np.bool_)
-    for places in rows_in_batches(np.arange(len(numbers)), given.batch_size):
+    for positions in rows_in_batches(np.arange(len(numbers)), samples.batch_size):
         # One batch per call: the workers of a loader would draw the same augmentation at both accesses.
-        asked = ((train, numbers[places]), (train, numbers[places]), (given, places))
+        asked = ((train, numbers[positions]), (train, numbers[positions]), (samples, positions))
         with undisturbed():
             batches = [batch for rows, wanted in asked for _, batch in rows.batches([wanted])]
-        own, again, other = ([leaf.cpu() for leaf in flatten_batch(batch)[0]] for batch in batches)
-        shapes = [[leaf.shape for leaf in leaves] for leaves in (own, again, other)]
-        if len(own) < 2 or shapes != shapes[:1] * 3 or not all(map(torch.equal, own, again)):
+        original, again, other = ([leaf.cpu() for leaf in flatten_batch(batch)[0]] for batch in batches)
+        shapes = [[leaf.shape for leaf in leaves] for leaves in (original, again, other)]
+        if len(original) < 2 or shapes != shapes[:1] * 3 or not all(map(torch.equal, original, again)):
             return
-        for one, two in zip(own, other, strict=True):
+        for one, two in zip(original, other, strict=True):
             equal = (one == two).reshape(len(one), -1)
             has_ids = one.dtype in (torch.int32, torch.int64)  # of token ids, some are enough
-            is_shared[places] |= (equal.any(1) if has_ids else equal.all(1)).numpy()
+            is_shared[positions] |= (equal.any(1) if has_ids else equal.all(1)).numpy()
     if not is_shared.all():
         raise InvalidInputError(
             f"In relabel, the samples of rows {some_of(map(str, numbers[~is_shared]))} differ from the train rows in "
@@ -425,38 +430,52 @@ def _refuse_other_samples(train: Rows, numbers: NDArray[np.int64], given: Rows) 
 def _numbers(rows: ArrayLike | None, num_rows: int, what: str) -> NDArray[np.int64]:
     """Return the numbers of different rows from numbers or a mask."""
     array = np.empty(0, np.int64) if rows is None else np.asarray(rows)
-    if array.dtype == np.bool_ and array.shape == (num_rows,):
+    if array.dtype == np.bool_ and array.size:
+        if array.shape != (num_rows,):
+            raise InvalidInputError(
+                f"{what}: a mask needs one entry for each of the {num_rows} train rows, got the shape {array.shape}."
+            )
         array = np.flatnonzero(array)
     if not array.size:
         return np.empty(0, np.int64)
-    found = row_numbers(array, num_rows)
-    if len(np.unique(found)) < len(found):
+    numbers = row_numbers(array, num_rows)
+    if len(np.unique(numbers)) < len(numbers):
         raise InvalidInputError(f"{what} names a row twice. Name each row once.")
-    return found
+    return numbers
 
 
 def _counted(verb: str, count: int, num_rows: int) -> str:
     return f"{verb} {count:,} of {num_rows:,} train rows ({count / num_rows:.1%})"
 
 
-def _basis(trials: Trials, found: EffectInterval, shape: tuple[float, float], level: float) -> str:
+def _basis(trials: Trials, interval: EffectInterval, shape: tuple[float, float], level: float) -> str:
     """Return which retrainings an interval comes from, or why there is none."""
     kind = "random subsets of the verdict" if trials.of_verdict else "trial sets"
     seeds = f"{trials.num_seeds} model{'s' * (trials.num_seeds > 1)} each"
     where = f"share {shape[0]:.1%}, concentration {shape[1]:.1f}"
-    refused = int(np.isinf(found.half_width).sum())
-    if refused < len(found.half_width):
+    refused = int(np.isinf(interval.half_width).sum())
+    if refused < len(interval.half_width):
         some = f"; {refused} targets that too few resemble have no interval" if refused else ""
-        typical = np.median(found.similar[np.isfinite(found.half_width)])
+        typical = np.median(interval.similar[np.isfinite(interval.half_width)])
         weight = f"the weight of {typical:.1f} resembles this set ({where})"
         return f"From {len(trials)} {kind} ({seeds}), of which {weight}{some}."
     why = (
-        f"of {len(trials)} {kind} the weight of {found.similar.max():.1f} resembles it, and an interval needs "
+        f"of {len(trials)} {kind} the weight of {interval.similar.max():.1f} resembles it, and an interval needs "
         f"{fewest_trials(level)}"
-        if found.similar.any()
+        if interval.similar.any()
         else f"it is larger or denser than all {len(trials)} {kind}"
     )
     return (
         f"No interval for this set ({where}): {why}. The prediction is the sum of scores, which can be several times "
-        f"too small or too large. Measure sets of many kinds with {_MEASURE}."
+        f"too small or too large. {_more(trials, float(interval.similar.max()), level)}"
     )
+
+
+def _more(trials: Trials, similar: float, level: float) -> str:
+    """Return which retrainings would give a set an interval that trials of the weight ``similar`` resemble."""
+    if trials.of_verdict:
+        return f"Measure sets of many kinds with {_MEASURE}."
+    budget = math.ceil(1.1 * len(trials) * fewest_trials(level) / similar) if similar else math.inf
+    if budget > 10 * len(trials):
+        return "try_removals(..., shares=..., groups=...) measures sets of other sizes and kinds."
+    return f"Measure more sets: try_removals(..., budget={budget}) may suffice (in a config: trials.budget)."

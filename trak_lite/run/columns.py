@@ -53,10 +53,10 @@ def store_columns(store: AbstractFeatureStore, columns: Mapping[str, Column]) ->
 
 def stored_columns(store: AbstractFeatureStore) -> dict[str, Column]:
     """Return the stored columns of the present train rows by name, sorted."""
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for path in store.entry_names(COLUMNS):
-        found |= _stored(store, path)
-    return dict(sorted(found.items()))
+        columns |= _stored(store, path)
+    return dict(sorted(columns.items()))
 
 
 def _stored(store: AbstractFeatureStore, path: str) -> dict[str, Column]:
@@ -76,7 +76,7 @@ def _stored(store: AbstractFeatureStore, path: str) -> dict[str, Column]:
 
 def _column(arrays: Mapping[str, NDArray[Any]], path: str, num_rows: int) -> dict[str, Column]:
     """Return the stored column of an entry by its name; raise ``ValueError`` if it contradicts itself."""
-    name, labels, places = parse_json(arrays[_NAME].tobytes()), arrays[_LABELS], arrays[_PLACES]
+    name, labels, positions = parse_json(arrays[_NAME].tobytes()), arrays[_LABELS], arrays[_PLACES]
     if not isinstance(name, str) or column_path(name) != path:
         raise ValueError("the name of another column")
     if labels.dtype == np.uint8:
@@ -87,10 +87,10 @@ def _column(arrays: Mapping[str, NDArray[Any]], path: str, num_rows: int) -> dic
         labels = short_texts(np.array(texts, object))
     elif labels.dtype not in _NUMBERS.values():
         raise ValueError(f"labels of type {labels.dtype}")
-    right = labels.ndim == 1 and places.dtype == np.uint32 and places.shape == (num_rows,)
-    if not right or places.max(initial=0) >= len(labels):
+    right = labels.ndim == 1 and positions.dtype == np.uint32 and positions.shape == (num_rows,)
+    if not right or positions.max(initial=0) >= len(labels):
         raise ValueError("labels that are not those of the rows")
-    return {name: Column(labels, places.astype(np.int64))}
+    return {name: Column(labels, positions.astype(np.int64))}
 
 
 def _content(name: str, column: Column) -> NDArray[np.uint8]:

@@ -86,9 +86,9 @@ def conditions(**others: Any) -> dict[str, Any]:
 def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
     """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
     task.prepare(model)
-    found = []
+    outputs = []
     with torch.no_grad():
         for _, batch in rows.moved(np.arange(len(rows)), device):
             with passes_undone(model):
-                found.append(task.evaluate(ModelCall(model), batch).output.cpu().double())
-    return torch.cat(found)
+                outputs.append(task.evaluate(ModelCall(model), batch).output.cpu().double())
+    return torch.cat(outputs)

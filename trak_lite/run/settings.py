@@ -98,7 +98,7 @@ class AttributorSettings:
         self._model = model
         self.task = resolve_task(task)
         if isinstance(self.task, QuestionsModelOutput):
-            self.task.model = model
+            self.task.know_model(model)
         self.dtype = one_of(DTYPES, dtype=dtype)
         chosen = select_parameters(model, grad_wrt)
         self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in chosen.items()}
@@ -155,34 +155,36 @@ class AttributorSettings:
         The train rows, their fits and the manifest stay those of the featurized task. The name is empty if the task is
         that of the train rows (or adds questions to it), so that targets are evaluated as they are.
         """
-        given = resolve_task(task)
-        is_same = describe_task(given, self._model) == describe_task(self.task, self._model)
-        has_questions = isinstance(given, QuestionsModelOutput)
-        if is_same and not has_questions:
+        resolved = resolve_task(task)
+        is_same = describe_task(resolved, self._model) == describe_task(self.task, self._model)
+        asked, name = copy.copy(self), ""
+        if isinstance(resolved, QuestionsModelOutput):
+            if not is_same:
+                raise InvalidInputError(
+                    "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task "
+                    "of the train rows, questions), or the question itself."
+                )
+        elif is_same:
             return self, ""
-        if has_questions and not is_same:
-            raise InvalidInputError(
-                "task adds questions to another task than that of the train rows. Pass QuestionsModelOutput(task of "
-                "the train rows, questions), or the question itself."
+        else:
+            own = self.task
+            base, questions = (
+                (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
             )
-        asked, own = copy.copy(self), self.task
-        if is_same:
-            asked.task = given
-            return asked, ""
-        base, known = (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
-        asked.task = QuestionsModelOutput(base, {**known, _ASKED: given})
-        asked.task.model = self._model
-        return asked, _ASKED
+            resolved, name = QuestionsModelOutput(base, {**questions, _ASKED: resolved}), _ASKED
+        resolved.know_model(self._model)
+        asked.task = resolved
+        return asked, name
 
     def shown(self) -> dict[str, str]:
         """Return what an attributor with these settings does, as texts by name."""
-        given, row = self._arguments, self.train_table(1, {}).row_bytes
+        arguments, row = self._arguments, self.train_table(1, {}).row_bytes
         computer = "chosen by the first samples" if not self.computer_is_chosen else self.computer_choice
         return {
             "task": self.task.name or type(self.task).__name__,
             "parameters": f"{num_entries(self.parameters):,} in {len(self.parameters)} tensors, on {self.device}",
-            "features": f"{row_widths(self.layout)} ({given['projector'] or 'a custom projector'}, "
-            f"proj_dim={given['proj_dim']})",
+            "features": f"{row_widths(self.layout)} ({arguments['projector'] or 'a custom projector'}, "
+            f"proj_dim={arguments['proj_dim']})",
             "rows": f"{self.dtype}, {row:,} bytes each per checkpoint",
             "gradients": computer,
             "method": str(self.method),
@@ -333,8 +335,8 @@ class AttributorSettings:
         These are its weights, and the state of the task and of Adam where rows depend on them.
         """
         more = {"task_state": self.task.state_digest(), "optimizer": None if adam is None else adam.digest}
-        given = {name: state for name, state in more.items() if state is not None}
-        return {"model_id": model_id, "weights": digest, **given}
+        states = {name: state for name, state in more.items() if state is not None}
+        return {"model_id": model_id, "weights": digest, **states}
 
     # ---------------------------------------------------------------- methods
 
@@ -428,7 +430,9 @@ def stored_arguments(
         described = manifest.fingerprint.get("task", {})
         if stored_task in MODEL_OUTPUTS and described.get("name") == stored_task:
             # With its stored settings, which may differ from the current defaults.
-            stored_task = MODEL_OUTPUTS[stored_task](**described["settings"])
+            entry = MODEL_OUTPUTS[stored_task]
+            cls = type(entry) if isinstance(entry, AbstractModelOutput) else entry
+            stored_task = cls(**described["settings"])
         elif stored_task not in MODEL_OUTPUTS:
             stored_task = None  # a class of the user's that has a name
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -440,16 +444,16 @@ def stored_arguments(
         arguments["layout"] = "joint"  # the meaning of "auto" in older versions
     # None is the default of the arguments that have one, and otherwise stands for the stored value.
     arguments.update({name: value for name, value in overrides.items() if value is not None})
-    found = stored_task if task is None else task
+    chosen = stored_task if task is None else task
     needed = [name for name, value in arguments.items() if value is None]
-    if found is None:
+    if chosen is None:
         needed.append("task")
-    if found is None or needed:
+    if chosen is None or needed:
         raise InvalidInputError(
             f"{where} was made with custom objects, which a store does not contain: {needed}. Pass "
             f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
         )
-    return found, arguments
+    return chosen, arguments
 
 
 def _refuse_older(manifest: Manifest, where: str) -> None:

@@ -1,4 +1,7 @@
-"""Names, paths, columns and specs of the tables of rows, targets, scores and columns. No other module builds them."""
+"""Paths of the tables of a store and of entries about them; columns and specs of rows, targets and scores.
+
+What is inside the folder of a fit or of an index is named where it is made.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,12 @@ preconditioned_folder = partial(path_of, "preconditioned")
 """Folder of the features of a target set that were multiplied by an inverse curvature."""
 plain_target_folder = partial(path_of, "targets")
 """Folder of the plain features of a target set, with one table per checkpoint."""
+first_score_path = partial(path_of, "scores")
+"""Path of scores: by the attributor's method, or of a replay, or of a TRAKer."""
+replay_path = partial(path_of, "replays")
+"""Path of the finished blocks of a replay."""
+capture_path = partial(path_of, CAPTURED)
+"""Path of the rows of a capture, given its name and the path of its checkpoint."""
 top_path = partial(path_of, "top")
 """Path of the top rows of a target set."""
 retrain_path = partial(path_of, "retrains")
@@ -78,16 +87,16 @@ def model_id_of(table: AbstractRowTable) -> int:
 
 
 def model_id_for(
-    digest: str, known: Mapping[str, AbstractRowTable], store: AbstractFeatureStore | None
+    digest: str, tables: Mapping[str, AbstractRowTable], store: AbstractFeatureStore | None
 ) -> int:
     """Return the id of the checkpoint with these weights.
 
     If they are not among the train tables, it is one that neither these nor the unfinished captures of the store use.
     """
-    if digest in known:
-        return model_id_of(known[digest])
+    if digest in tables:
+        return model_id_of(tables[digest])
     captured = {} if store is None else capture_tables(store)
-    return max((*map(model_id_of, known.values()), *captured), default=-1) + 1
+    return max((*map(model_id_of, tables.values()), *captured), default=-1) + 1
 
 
 def table_path(table: AbstractRowTable) -> str:
@@ -135,12 +144,12 @@ def score_path(store: AbstractFeatureStore, name: str, method: AbstractMethod, b
     stored them.
     """
     identity = method.to_json()
-    short, other = path_of("scores", name), path_of("views", name, identity=identity)
-    places = (short, other) if method == base else (other, short)
-    for path in places:
+    short, other = first_score_path(name), path_of("views", name, identity=identity)
+    paths = (short, other) if method == base else (other, short)
+    for path in paths:
         if store.has_table(path) and store.open_table(path).spec.fingerprint.get("method") == identity:
             return path
-    return places[0]
+    return paths[0]
 
 
 def index_paths(fingerprint: Mapping[str, Any]) -> tuple[str, str]:
@@ -167,7 +176,7 @@ def method_of_scores(
     paths = score_paths(store, name)
     if score_path(store, name, method, base) in paths:
         return method
-    if path_of("scores", name) in paths:
+    if first_score_path(name) in paths:
         return base
     stored = store.open_table(paths[0]).spec.fingerprint.get("method", {}) if len(paths) == 1 else {}
     return stored if stored.get("name") in METHODS else method
@@ -186,7 +195,7 @@ def scored_names(store: AbstractFeatureStore, *, own: bool = False) -> list[str]
 
 def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
     """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
-    kind = "" if method is None else target_folder("", method).partition("/")[0]
+    kind = "" if method is None else f"{target_folder('', method).partition('/')[0]}/"
     return sorted({path.split("/")[1] for path in target_paths(store) if path.startswith(kind)})
 
 
@@ -237,15 +246,15 @@ def checkpoint_ids(store: AbstractFeatureStore) -> list[int]:
 
 def checkpoint_tables(store: AbstractFeatureStore) -> dict[str, AbstractRowTable]:
     """Return the train tables by the digest of their checkpoint's weights, in id order."""
-    found = {}
+    tables = {}
     for path in map(checkpoint_path, checkpoint_ids(store)):
         try:
             table = store.open_table(path)
-            found[table.spec.fingerprint["weights"]] = table
+            tables[table.spec.fingerprint["weights"]] = table
         except StoreError:
             if store.has_table(path):  # otherwise another process has dropped it meanwhile
                 raise
-    return found
+    return tables
 
 
 def complete_tables(
@@ -266,11 +275,11 @@ def complete_tables(
             f"The store has no features for {len(unknown)} of the {len(digests or ())} checkpoints (digests of "
             f"weights: {unknown[:5]}). Featurize them first: featurize(train_data, checkpoints=...)."
         )
-    found = {digest: tables[digest] for digest in (tables if digests is None else digests)}
-    if not found:
+    chosen = {digest: tables[digest] for digest in (tables if digests is None else digests)}
+    if not chosen:
         raise StateError("No train row has been featurized yet. Call featurize(train_data, ...) first.")
-    num_rows = max(num_train_rows(store.manifest), *(table.spec.num_rows for table in found.values()))
-    for table in found.values():
+    num_rows = max(num_train_rows(store.manifest), *(table.spec.num_rows for table in chosen.values()))
+    for table in chosen.values():
         if table.spec.num_rows < num_rows or not table.complete:
             several = f"The store has {len(tables)} checkpoints: other weights are another one. "
             raise StateError(
@@ -279,7 +288,7 @@ def complete_tables(
                 "featurize(...) again with the same data and weights to continue, remove this checkpoint "
                 "(drop_checkpoint), or name complete ones: score(..., checkpoints=...)."
             )
-    return found
+    return chosen
 
 
 def require_order(tables: Mapping[str, AbstractRowTable], digests: Iterable[str]) -> None:
@@ -296,10 +305,10 @@ def require_order(tables: Mapping[str, AbstractRowTable], digests: Iterable[str]
         )
 
 
-def capture_tables(store: AbstractFeatureStore, name: str = "") -> dict[int, str]:
-    """Return the paths of the rows of captures that are not finished, by the id of the checkpoint; "" is all names."""
-    found = [path for path in store.table_names(CAPTURED) if name in ("", path.split("/")[1])]
-    return {int(path.rpartition("-")[2]): path for path in found}
+def capture_tables(store: AbstractFeatureStore, name: str | None = None) -> dict[int, str]:
+    """Return the paths of the rows of captures that are not finished, of one name or of all, by checkpoint id."""
+    paths = [path for path in store.table_names(CAPTURED) if name in (None, path.split("/")[1])]
+    return {int(path.rpartition("-")[2]): path for path in paths}
 
 
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
@@ -309,18 +318,18 @@ def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     """
     paths = [checkpoint_path(model_id) for model_id in checkpoint_ids(store)]
     names = {path: store.attributes(path).get("name") for path in paths}
-    found = [path for path in paths if name in (path, names[path])]
+    matches = [path for path in paths if name in (path, names[path])]
     unfinished = capture_tables(store, name)
+    if len(matches) > 1 or not (matches or unfinished):
+        choices = some_of(f"{path} ({label})" for path, label in names.items())
+        raise InvalidInputError(
+            f"{len(matches)} checkpoints have the name {name!r}. Expected one of the tables {choices}."
+        )
     for path in unfinished.values():
         store.drop_table(path)
-    if unfinished and not found:
+    if not matches:
         return
-    if len(found) != 1:
-        known = some_of(f"{path} ({known})" for path, known in names.items())
-        raise InvalidInputError(
-            f"{len(found)} checkpoints have the name {name!r}. Expected one of the tables {known}."
-        )
-    (train,) = found
+    (train,) = matches
     weights = store.open_table(train).spec.fingerprint["weights"]
     # Targets first: without the train rows, their checkpoint could not be identified after a kill.
     targets = [path for path in target_paths(store) if path.endswith(f"/{train}")]

@@ -210,13 +210,13 @@ class Workspace:
 
     def _take_up_appended_rows(self, store: AbstractFeatureStore, first_rows: FirstRows) -> None:
         """Update the manifest to the longer data if its first rows are the stored ones and all settings agree."""
-        stored, given = store.manifest.fingerprint, self._manifest.fingerprint
+        stored, fingerprint = store.manifest.fingerprint, self._manifest.fingerprint
         num_rows = num_train_rows(store.manifest)
-        if not 0 < num_rows < given["dataset"]["num_rows"]:
+        if not 0 < num_rows < fingerprint["dataset"]["num_rows"]:
             return
         compare_fingerprints(
             stored,
-            {**given, "dataset": dict(first_rows(num_rows))},
+            {**fingerprint, "dataset": dict(first_rows(num_rows))},
             where=self.name,
             remedy="Rows can only be appended to the same data in the same order, featurized with the same settings.",
         )
@@ -229,35 +229,36 @@ class Workspace:
                 f"The rows {some_of(captured)} were captured in a training, whose steps with appended rows have not "
                 "been made. Featurize the longer data into another path."
             )
-        store.replace_fingerprint(stored, given)
-        added = given["dataset"]["num_rows"] - num_rows
+        store.replace_fingerprint(stored, fingerprint)
+        added = fingerprint["dataset"]["num_rows"] - num_rows
         logger.info("Appended %d rows to the %d train rows.", added, num_rows)
 
     def compare(self, stored: Manifest, manifest: Manifest) -> None:
         """Raise if a manifest differs from that of the store; without a dataset, only its settings are compared."""
-        given, compared = manifest.fingerprint, dict(stored.fingerprint)
-        if "dataset" not in given:
+        fingerprint, compared = manifest.fingerprint, dict(stored.fingerprint)
+        if "dataset" not in fingerprint:
             compared.pop("dataset", None)
-        differing = {key: values for key, *values in differing_keys(compared, given)}
+        differing = {key: values for key, *values in differing_keys(compared, fingerprint)}
         is_captured = all(
             key.startswith("task.function.") and not key.endswith((".source", ".callable"))
             for key in differing
         )
         remedy = {"remedy": _OF_CAPTURED} if is_captured else {}
         try:
-            compare_fingerprints(compared, given, where=self.name, **remedy)
+            compare_fingerprints(compared, fingerprint, where=self.name, **remedy)
         except ManifestMismatchError as error:
             cause = _cause(differing)
             cause = cause or _other_settings(stored, manifest)
             error = ManifestMismatchError(f"{cause}{error}")
-            if "dataset." in str(error) and "dataset.num_rows" not in str(error):
+            are_others = any(key.startswith("dataset.") for key in differing)
+            if are_others and "dataset.num_rows" not in differing:
                 raise ManifestMismatchError(
                     f"{error} If the samples change from one access to the next (augmentation, noise, a random mask), "
                     "switch the randomness off, or seed it with the index of the row. If it is the same data with "
                     "other bytes on another machine (another decoder), pass Rows(data, name=...) at every call."
                 ) from None
             longer = 0 < num_train_rows(stored) < num_train_rows(manifest)
-            if longer and "indices" in given["dataset"]:  # only the Attributor can append rows
+            if longer and "indices" in fingerprint["dataset"]:  # only the Attributor can append rows
                 raise ManifestMismatchError(
                     f"{error} If rows were appended to the same data, pass append=True."
                 ) from None
@@ -284,23 +285,23 @@ def _shown_setting(name: str, settings: Mapping[str, Any], manifest: Manifest) -
     task = manifest.fingerprint.get("task")
     if name == "task" and settings[name] is None and isinstance(task, Mapping):
         function = task.get("function")
-        own = function.get("callable") if isinstance(function, Mapping) else None
-        return "a function" if own is None else f"the function {own!s:.80}"
+        function_name = function.get("callable") if isinstance(function, Mapping) else None
+        return "a function" if function_name is None else f"the function {function_name!s:.80}"
     return f"{settings[name]!r:.80}"
 
 
-def _other_settings(stored: Manifest, given: Manifest) -> str:
+def _other_settings(stored: Manifest, requested: Manifest) -> str:
     """Return a sentence on the arguments of the attributor that differ; the fingerprint names what follows from them.
 
     The method is left out: rows do not depend on it.
     """
-    there, here = stored.made_with.get("settings"), given.made_with.get("settings")
+    there, here = stored.made_with.get("settings"), requested.made_with.get("settings")
     if not isinstance(there, Mapping) or not isinstance(here, Mapping):
         return ""
-    known = {name for name in there.keys() & here.keys() if name not in ("method", "gradient_computer")}
+    shared = {name for name in there.keys() & here.keys() if name not in ("method", "gradient_computer")}
     other = [
-        f"{name}={_shown_setting(name, there, stored)}, not {_shown_setting(name, here, given)}"
-        for name in sorted(known)
+        f"{name}={_shown_setting(name, there, stored)}, not {_shown_setting(name, here, requested)}"
+        for name in sorted(shared)
         if there[name] != here[name]
     ]
     return f"The rows were made with {'; '.join(other)}. " if other else ""
@@ -309,11 +310,11 @@ def _other_settings(stored: Manifest, given: Manifest) -> str:
 @contextmanager
 def naming_dropped(store: AbstractFeatureStore) -> Iterator[dict[str, AbstractRowTable]]:
     """Yield the train tables by weights digest; an error in the block names checkpoints that were dropped meanwhile."""
-    known = checkpoint_tables(store)
+    tables = checkpoint_tables(store)
     try:
-        yield known
+        yield tables
     except (StoreError, KeyError) as error:
-        gone = sorted(set(map(model_id_of, known.values())).difference(checkpoint_ids(store)))
+        gone = sorted(set(map(model_id_of, tables.values())).difference(checkpoint_ids(store)))
         if not gone:
             raise
         raise StateError(

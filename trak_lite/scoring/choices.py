@@ -96,8 +96,8 @@ def chosen_top(
     for rows, scores in choice.parts(matrix.tiles):
         part = np.array(scores[:, columns])
         if not np.isfinite(part).all():
-            row, place = np.argwhere(~np.isfinite(part))[0].tolist()
-            raise not_finite(int(rows[row]), place if target is None else target, float(part[row, place]))
+            row, column = np.argwhere(~np.isfinite(part))[0].tolist()
+            raise not_finite(int(rows[row]), column if target is None else target, float(part[row, column]))
         best.update(done, torch.from_numpy(part))
         done += len(rows)
     indices, values = (tensor.cpu().numpy() for tensor in best.result())
@@ -128,8 +128,8 @@ def group_sums(
             empty = torch.zeros(len(tile), len(targets.labels), dtype=torch.float64, device="cpu")
             scores = empty.index_add_(1, target_of, scores)
         sums.index_add_(0, train_of[torch.from_numpy(rows)], scores)
-    places = train.places if choice.wanted is None else train.places[choice.wanted]
-    sizes = np.bincount(places, minlength=len(train.labels))
+    indices = train.places if choice.wanted is None else train.places[choice.wanted]
+    sizes = np.bincount(indices, minlength=len(train.labels))
     counts = np.multiply.outer(sizes, targets.sizes).astype(np.int64)
     return GroupSums(sums.numpy(), train.labels, targets.labels, counts)
 
@@ -199,7 +199,7 @@ class DampingPath:
         num_dampings, _, num_targets = self.shape
         k = positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
-        place = None if target is None else target_number(target, num_targets, self._name)
+        number = None if target is None else target_number(target, num_targets, self._name)
         best, shape = chosen_top(self._matrix, k, RowChoice(), sign=sign), (num_dampings, num_targets, -1)
-        found = TopRows(best.indices.reshape(shape), best.scores.reshape(shape))
-        return found if place is None else TopRows(found.indices[:, place], found.scores[:, place])
+        rows = TopRows(best.indices.reshape(shape), best.scores.reshape(shape))
+        return rows if number is None else TopRows(rows.indices[:, number], rows.scores[:, number])

@@ -101,16 +101,16 @@ class Grams:
             return
         lacking = ranks.broadcast(
             "list of missing gram matrices",
-            lambda: [place for place, table in enumerate(train) if not self.are_stored(table)],
+            lambda: [index for index, table in enumerate(train) if not self.are_stored(table)],
         )
         num_chunks = train[0].num_chunks
         at_once = max(1, ranks.size // num_chunks)
         for first in range(0, len(lacking), at_once):
-            tables = [train[place] for place in lacking[first : first + at_once]]
-            own, chunks = _share(ranks.rank, ranks.size, len(tables), num_chunks)
-            sums = self._summed(tables[own], chunks)
+            tables = [train[index] for index in lacking[first : first + at_once]]
+            own_number, chunks = _share(ranks.rank, ranks.size, len(tables), num_chunks)
+            sums = self._summed(tables[own_number], chunks)
             for number, table in enumerate(tables):
-                matrices = sums if number == own else [torch.zeros_like(matrix) for matrix in sums]
+                matrices = sums if number == own_number else [torch.zeros_like(matrix) for matrix in sums]
                 ranks.add_up(matrices)
                 if ranks.rank == 0:
                     self.store.cache(*self._key(table), _flat(matrices))

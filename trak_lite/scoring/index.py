@@ -259,15 +259,15 @@ class _Index:
         ``exact`` are the results of :func:`~trak_lite.scoring.matrix.top_and_bottom`.
         """
         most = _FACTOR * exact.shape[-1]
-        found = self._candidates(terms, most)
-        places = np.full((exact.shape[2], 2, exact.shape[-1]), _NOWHERE, np.int64)
+        candidates = self._candidates(terms, most)
+        positions = np.full((exact.shape[2], 2, exact.shape[-1]), _NOWHERE, np.int64)
         for end, target in np.ndindex(2, exact.shape[2]):
-            rows = found[end, target]
+            rows = candidates[end, target]
             order = np.argsort(rows)
             wanted = exact[end, 0, target].astype(np.int64)
             at = order[np.searchsorted(rows[order], wanted).clip(max=len(rows) - 1)]
-            places[target, end] = np.where(rows[at] == wanted, at, _NOWHERE)
-        return places
+            positions[target, end] = np.where(rows[at] == wanted, at, _NOWHERE)
+        return positions
 
     def top(self, terms: Sequence[ScoreTerm], candidates: int, k: int) -> NDArray[np.float64]:
         """Return the k strongest of the candidates of every target, with their scores, ``(2, 2, M, k)``."""
@@ -275,10 +275,10 @@ class _Index:
         ends = np.full((2, 2, num_targets, k), np.nan)
         for block in rows_in_batches(np.arange(num_targets), _SCANNED_TARGETS):
             part = _of_targets(terms, block)
-            found = self._candidates(part, candidates)
-            for own in rows_in_batches(np.arange(len(block)), _SCORED_TARGETS):
-                if own[0] // _SCORED_TARGETS % self._source.ranks.size == self._source.ranks.rank:
-                    ends[:, :, block[own]] = self._scored(_of_targets(part, own), found[:, own], k)
+            rows = self._candidates(part, candidates)
+            for group in rows_in_batches(np.arange(len(block)), _SCORED_TARGETS):
+                if group[0] // _SCORED_TARGETS % self._source.ranks.size == self._source.ranks.rank:
+                    ends[:, :, block[group]] = self._scored(_of_targets(part, group), rows[:, group], k)
         # Each rank has scored other targets.
         return self._source.ranks.merged(ends, lambda one, other: np.where(np.isnan(one), other, one))
 
@@ -292,21 +292,21 @@ class _Index:
         tiles = ((rows.start, _products(self.rows, rows, targets)) for rows in ranges)
         return top_and_bottom_of(tiles, len(targets), count, ranks)[:, 0].astype(np.int64)
 
-    def _scored(self, terms: Sequence[ScoreTerm], found: NDArray[np.int64], k: int) -> NDArray[np.float64]:
+    def _scored(self, terms: Sequence[ScoreTerm], numbers: NDArray[np.int64], k: int) -> NDArray[np.float64]:
         """Return the k strongest of some candidates ``(2, M, c)`` by their scores, ``(2, 2, M, k)``."""
-        union = np.unique(found)
-        scores = np.empty((len(union), found.shape[1]), np.float32)
+        union = np.unique(numbers)
+        scores = np.empty((len(union), numbers.shape[1]), np.float32)
         starts = range(0, len(union), _SCORED_ROWS)
         batches = zip(starts, rows_in_batches(union, _SCORED_ROWS), strict=True)
         for start, tile in copied_ahead(
             (start, self._source.scores_of(rows, terms)) for start, rows in batches
         ):
             scores[start : start + len(tile)] = tile
-        ends = np.empty((2, 2, found.shape[1], k))
-        for end, target in np.ndindex(2, found.shape[1]):
-            rows = np.sort(found[end, target])
-            known = TopRows(rows, scores[np.searchsorted(union, rows), target])
-            ends[end, :, target] = best_of(known, ("helpful", "harmful")[end], k)
+        ends = np.empty((2, 2, numbers.shape[1], k))
+        for end, target in np.ndindex(2, numbers.shape[1]):
+            rows = np.sort(numbers[end, target])
+            scored = TopRows(rows, scores[np.searchsorted(union, rows), target])
+            ends[end, :, target] = best_of(scored, ("helpful", "harmful")[end], k)
         return ends
 
 
@@ -360,9 +360,9 @@ def _built(source: ScoreSource, identity: Mapping[str, Any]) -> _Index | None:
     store, fingerprint = source.store, {**identity, "version": _VERSION}
     folder, path = index_paths(fingerprint)
     if not store.writable:
-        found = set(store.table_names(path))
+        names = set(store.table_names(path))
         ready = all(
-            table in found and store.open_table(table).complete for table in (f"{path}/basis", f"{path}/rows")
+            table in names and store.open_table(table).complete for table in (f"{path}/basis", f"{path}/rows")
         )
         return _Index(source, path) if ready else None
     source.ranks.broadcast("outdated indices", lambda: _drop_others(store, folder, path))

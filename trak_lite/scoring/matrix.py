@@ -100,8 +100,8 @@ class StoredMatrix(AbstractScoreMatrix):
 
     def errors(self) -> NDArray[np.float32] | None:
         """Return the column of standard errors, if the table has one."""
-        known = any(column.name == ERRORS for column in self._table.spec.columns)
-        return self._table.read(ERRORS) if known else None
+        has_errors = any(column.name == ERRORS for column in self._table.spec.columns)
+        return self._table.read(ERRORS) if has_errors else None
 
 
 @final
@@ -194,9 +194,9 @@ class PartialMatrix(AbstractScoreMatrix):
         wanted = np.asarray(indices, dtype=np.int64)
         out = np.full((len(wanted), len(self._known)), np.nan, np.float32)
         for target, (rows, scores) in enumerate(self._known):
-            places = np.searchsorted(rows, wanted).clip(max=len(rows) - 1)
-            found = rows[places] == wanted
-            out[found, target] = scores[places[found]]
+            positions = np.searchsorted(rows, wanted).clip(max=len(rows) - 1)
+            matches = rows[positions] == wanted
+            out[matches, target] = scores[positions[matches]]
         return out
 
     def kept_top(self, k: int, sign: Sign) -> TopRows:
@@ -207,7 +207,7 @@ class PartialMatrix(AbstractScoreMatrix):
                 "was requested. Compute them again with a larger k (or candidates)."
             )
         count = min(k, self._num_rows)
-        best = [best_of(known, sign, count) for known in self._known]
+        best = [best_of(rows, sign, count) for rows in self._known]
         return TopRows(np.stack([one.indices for one in best]), np.stack([one.scores for one in best]))
 
 
@@ -237,13 +237,13 @@ def top_and_bottom_of(
 ) -> NDArray[np.float64]:
     """Return the k highest and lowest scores of every target in the tiles of all ranks, as :func:`top_and_bottom`."""
     ends = [TopK(num_targets, k, sign=sign) for sign in _ENDS]
-    own = None
+    filled = None
     for start, tile in tiles:
         for best in ends:
             best.update(start, tile)
-        own = ends
-    found = None if own is None else _stacked([best.result() for best in own])
-    merged = ranks.merged(found, lambda one, other: _merged_ends(one, other, k))
+        filled = ends
+    stacked = None if filled is None else _stacked([best.result() for best in filled])
+    merged = ranks.merged(stacked, lambda one, other: _merged_ends(one, other, k))
     assert merged is not None  # there is at least one row
     return merged
 

@@ -424,10 +424,10 @@ def _scoring(
             share = side / width  # the products of N rows take N^2 k operations instead of N k^2
             total = total.plus(_timed(summed).times(count * share * num_rows / _PRODUCT_ROWS))
         matrix = torch.eye(side, dtype=wide, device=device)
-        own = targets[:, :side].to(wide)
+        right = targets[:, :side].to(wide)
 
-        def solved(matrix: Tensor = matrix, own: Tensor = own) -> None:
-            _done(factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(own))
+        def solved(matrix: Tensor = matrix, right: Tensor = right) -> None:
+            _done(factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(right))
 
         total = total.plus(_timed(solved).times(count))
         squares, widest = squares + count * side**2, max(widest, side)
@@ -492,10 +492,10 @@ def _advice(
     if workspace.place is None:
         room = free
     else:
-        place = Path(workspace.place) if isinstance(workspace.place, str) else None
-        while place is not None and not place.exists():
-            place = place.parent
-        room = None if place is None else shutil.disk_usage(place).free
+        folder = Path(workspace.place) if isinstance(workspace.place, str) else None
+        while folder is not None and not folder.exists():
+            folder = folder.parent
+        room = None if folder is None else shutil.disk_usage(folder).free
     total = sum(disk.values())
     if room is not None and total >= room:
         smaller_dtype = {"float32": "float16", "float16": "int8", "int8": "int4"}.get(settings.dtype)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trak_lite.core.json_text import shown
 from trak_lite.core.validate import one_of, positive_int, require_packages, target_number
 from trak_lite.data.columns import Column, Where, require_columns
 from trak_lite.errors import InvalidInputError, StateError, printable
@@ -155,9 +156,10 @@ class Scores:
                 "Mean: of the methods in it)."
             )
         if self.record.source is None:
+            remedy = "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
-                "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
+                + ("Score without refine=." if "candidates" in self.settings else remedy)
             )
         return self.record.source
 
@@ -176,14 +178,15 @@ class Scores:
 
     def __repr__(self) -> str:
         num_rows, num_targets = self.shape
-        place = self.location or "memory"
-        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        address = self.location or "memory"
+        values = self.settings.items()
+        settings = ", ".join(f"{key}={one if isinstance(one, str) else shown(one)}" for key, one in values)
         verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
         tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
         return printable(
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
-            f"  {f'stored in {place}' if self._matrix.stored else f'not stored, computed from the rows in {place}'}"
+            f"  {f'stored in {address}' if self._matrix.stored else f'not stored, computed from the rows in {address}'}"
             f"{tested}"
         )
 
@@ -223,13 +226,13 @@ class Scores:
         """
         k = positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
-        place = None if target is None else target_number(target, self.shape[1], self.name)
+        number = None if target is None else target_number(target, self.shape[1], self.name)
         choice = RowChoice.of(where, weights, lambda: self.columns, len(self))
-        found = self._matrix.kept_top(k, sign) if choice.is_all else None
-        if found is not None:
-            return found if place is None else TopRows(found.indices[place], found.scores[place])
-        found = chosen_top(self._matrix, k, choice, target=place, sign=sign)
-        return found if place is None else TopRows(found.indices[0], found.scores[0])
+        rows = self._matrix.kept_top(k, sign) if choice.is_all else None
+        if rows is not None:
+            return rows if number is None else TopRows(rows.indices[number], rows.scores[number])
+        rows = chosen_top(self._matrix, k, choice, target=number, sign=sign)
+        return rows if number is None else TopRows(rows.indices[0], rows.scores[0])
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield ``(first row, (b, M) scores)`` for all train rows in order, without loading the whole matrix.
@@ -344,12 +347,13 @@ class Scores:
     ) -> NDArray[np.float32]:
         """Return the standard errors of scores over checkpoints, or over independent runs.
 
-        Each checkpoint (or run) alone estimates the same score. The score is the mean of these estimates, and this
-        method returns the standard error of that mean. (It uses the infinitesimal jackknife, because the mean q
-        multiplies the score.) The error covers the change that other checkpoints (runs) of the same kind would cause.
-        It does not cover errors that all of them share: the projection, the damping, the linearisation. Checkpoints of
-        one run are not independent, so their standard error underestimates the change that another run would cause.
-        Pass ``runs`` to compute the error over runs.
+        Each checkpoint (or run) alone estimates the same score. The score is the mean of these estimates, with the
+        weights of the checkpoints, and this method returns the standard error of that mean. (It is the jackknife that
+        leaves out one checkpoint or run, in the first order because the mean q multiplies the score.) The error covers
+        the change that other checkpoints (runs) of the same kind would cause. It does not cover errors that all of them
+        share: the projection, the damping, the linearisation. Checkpoints of one run are not independent, so their
+        standard error underestimates the change that another run would cause. Pass ``runs`` to compute the error over
+        runs.
 
         Measured on digits (``benchmarks/score_reliability.py``, root mean square): the difference between the scores
         of 3 runs and of 3 other runs was 1.00 times the predicted one with ``runs`` (within two standard errors in
@@ -365,8 +369,8 @@ class Scores:
             In the units of the scores: ``(n, M)``, ``(n,)`` for one target, ``(M, k)`` for rows ``(M, k)``.
 
         Raises:
-            InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs, or
-                checkpoint weights have both signs and ``runs`` is ``None``.
+            InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs with a
+                weight other than 0, or checkpoint weights have both signs and ``runs`` is ``None``.
         """
         wanted = None if rows is None else checked_rows(self, rows, target)
         errors = self._matrix.errors()
@@ -380,8 +384,8 @@ class Scores:
             return repeats.pair_errors(wanted)
         if target is None:
             return repeats.standard_error(wanted)
-        place = target_number(target, self.shape[1], self.name)
-        return repeats.standard_error(wanted, slice(place, place + 1))[:, 0]
+        number = target_number(target, self.shape[1], self.name)
+        return repeats.standard_error(wanted, slice(number, number + 1))[:, 0]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000

@@ -110,8 +110,8 @@ class ScoreSource:
     @property
     def target_identity(self) -> Mapping[str, Any]:
         """JSON values that identify the targets, and their task if it is not that of the train rows."""
-        found: Mapping[str, Any] = self.targets_of(self.train[0]).spec.fingerprint.get("targets", {})
-        return found
+        identity: Mapping[str, Any] = self.targets_of(self.train[0]).spec.fingerprint.get("targets", {})
+        return identity
 
     def targets_of(self, table: AbstractRowTable) -> AbstractRowTable:
         """Return the stored targets of the checkpoint of a train table, as the method reads them."""
@@ -148,8 +148,8 @@ class ScoreSource:
         """
         size = (len(rows), len(rows))
         total = torch.zeros(size, dtype=wide_dtype(self.device), device=self.device)
-        for own, solved in self._metric_rows(rows):
-            total += own @ solved.T
+        for features, solved in self._metric_rows(rows):
+            total += features @ solved.T
         return (total + total.T) / 2
 
     def terms_of_rows(self, rows: NDArray[np.int64], coefficients: Tensor) -> list[ScoreTerm]:
@@ -217,10 +217,10 @@ class ScoreSource:
 
     def row_factors(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the factors (q, its mean, or 1) of some train rows' products with targets, ``(C, rows)``."""
-        own = np.stack([table.read_rows(tables.OUT_TO_LOSS, rows) for table in self.train]).astype(np.float64)
+        q = np.stack([table.read_rows(tables.OUT_TO_LOSS, rows) for table in self.train]).astype(np.float64)
         if self.method.q == "off":
-            return np.ones_like(own)
-        return own if self.method.q == "inside" else np.broadcast_to(own.mean(0), own.shape)
+            return np.ones_like(q)
+        return q if self.method.q == "inside" else np.broadcast_to(q.mean(0), q.shape)
 
     def row_features(self, rows: NDArray[np.int64]) -> list[NDArray[Any]]:
         """Return the stored features of some train rows, ``(rows, K)`` for each checkpoint."""
@@ -242,7 +242,7 @@ class ScoreSource:
         if not set(paths) <= set(self.store.table_names(tables.plain_target_folder(self.name))):
             return None
         rows = (torch.from_numpy(self.store.open_table(path).read(tables.FEATURES)) for path in paths)
-        return [found.to(self.device, torch.float64) for found in rows]
+        return [features.to(self.device, torch.float64) for features in rows]
 
     def at_damping(self, table: AbstractRowTable, damping: float | None) -> Tensor:
         """Return the targets of a checkpoint multiplied by (H + lambda I)^-1 at another damping, ``(M, K)`` float64."""
@@ -276,9 +276,9 @@ class ScoreSource:
         total = np.zeros(self.num_rows)
         out_to_loss = np.zeros(self.num_rows)
         for table, weight in zip(self.train, self.weights, strict=True):
-            own = self._own_products(table)
+            self_products = self._own_products(table)
             products = (
-                (first, own(tables.as_tensor(rows, self.device)))
+                (first, self_products(tables.as_tensor(rows, self.device)))
                 for first, rows in table.blocks(tables.FEATURES)
             )
             parts = [part.astype(np.float64) for _, part in copied_ahead(products)]
@@ -288,14 +288,14 @@ class ScoreSource:
         if self.method.q == "outside":
             total *= out_to_loss / len(self.train)
         with np.errstate(over="ignore"):
-            found: NDArray[np.float32] = total.astype(np.float32)
-        beyond = np.flatnonzero(~np.isfinite(found))
+            scores: NDArray[np.float32] = total.astype(np.float32)
+        beyond = np.flatnonzero(~np.isfinite(scores))
         if beyond.size:
             raise NonFiniteError(
                 f"The self-influence of rows {beyond[:5].tolist()} is beyond float32: products of their features are "
                 "too large. Multiply f by a constant, so that its gradients are smaller."
             )
-        return found
+        return scores
 
     def _metric_rows(self, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield some train rows, and these multiplied by (H + lambda I)^-1, ``(rows, K)``, for each checkpoint.
@@ -303,10 +303,10 @@ class ScoreSource:
         Both are multiplied by q and by the root of the absolute weight of the checkpoint.
         """
         for table, weight, q in zip(self.train, self.weights, self.row_factors(rows), strict=True):
-            found = torch.from_numpy(table.read_rows(tables.FEATURES, rows)).to(self.device)
+            features = torch.from_numpy(table.read_rows(tables.FEATURES, rows)).to(self.device)
             if self._transform is not None:
-                found = self._transform(found)
-            wide = found.to(wide_dtype(self.device))
+                features = self._transform(features)
+            wide = features.to(wide_dtype(self.device))
             wide = wide * torch.from_numpy(q * abs(weight) ** 0.5).to(wide)[:, None]
             if self._grams is None:
                 yield wide, wide
@@ -340,7 +340,7 @@ class ScoreSource:
             return self._held[key]
         kernels = grams.kernels(table)
         pairs = zip(self.layout.segments, kernels, strict=True)
-        lost = [segment.name for segment, found in pairs if not found.multiplier]
+        lost = [segment.name for segment, kernel in pairs if not kernel.multiplier]
         if not self._named.issuperset(lost):
             self._named.update(lost)
             dtype = next(column.dtype for column in table.spec.columns if column.name == tables.FEATURES)

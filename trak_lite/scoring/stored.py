@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.devices import float64_device
-from trak_lite.core.json_text import digest_of
+from trak_lite.core.json_text import digest_of, shown
 from trak_lite.core.validate import some_of
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import Run
@@ -59,15 +59,15 @@ def stored_scores(
     if run is not None:
         workspace.compare(store.manifest, run.settings.manifest(None))
     table = None
-    with naming_dropped(store) as known:
+    with naming_dropped(store) as train_tables:
         if dense:
             table = _finished_table(store, name, method, settings.method)
             digests = list(table.spec.fingerprint["checkpoints"])
         else:
-            digests = _digests_of_targets(store, name, method, known)
+            digests = _digests_of_targets(store, name, method, train_tables)
             if run is not None and len(set(method.weights(len(digests)))) > 1:
-                tables.require_order({digest: known[digest] for digest in digests}, run.last)
-        train = list(tables.complete_tables(store, digests, known).values())
+                tables.require_order({digest: train_tables[digest] for digest in digests}, run.last)
+        train = list(tables.complete_tables(store, digests, train_tables).values())
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
     source = ScoreSource(store, train, name, method, layout=settings.layout, device=settings.device)
@@ -110,11 +110,14 @@ def _record(
     ``shown`` are JSON values to show, of scores without a table: a table has attributes.
     """
     made = source.manifest.made_with.get("settings")
-    path, targets, entries = tables.target_folder(source.name, source.method), source.target_identity, None
     if stored:
+        # The targets' features may be gone: scores outlast them, and a killed drop_checkpoint removes them first.
         path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
         targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
+    else:
+        path, entries = tables.target_folder(source.name, source.method), None
+        targets = source.target_identity
     return ScoreRecord(
         source.name,
         source.method,
@@ -152,20 +155,20 @@ def _finished_table(
     """Return the complete table of the scores of a target set; ``base`` is the attributor's method."""
     path = tables.score_path(store, name, method, base)
     if not store.has_table(path):
-        how, given = ("", "") if method == base else (f" made with {method}", ", method=...")
+        how, argument = ("", "") if method == base else (f" made with {method}", ", method=...")
         other = [
-            store.open_table(known).spec.fingerprint.get("method")
-            for known in tables.score_paths(store, name)
+            store.open_table(score_path).spec.fingerprint.get("method")
+            for score_path in tables.score_paths(store, name)
         ]
         if other:
             raise StateError(
                 f"There are no scores {name!r} made with {method}; there are some made with method="
-                f"{some_of(map(str, other))}. Pass this method to read them, or call "
-                f"score(data, name={name!r}{given})."
+                f"{some_of(map(shown, other))}. Pass this method to read them, or call "
+                f"score(data, name={name!r}{argument})."
             )
         raise StateError(
             f"There are no scores {name!r}{how}; there are {tables.scored_names(store)}. "
-            f"Call score(data, name={name!r}{given})."
+            f"Call score(data, name={name!r}{argument})."
         )
     table = store.open_table(path)
     compare_fingerprints(
@@ -184,19 +187,19 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
 
     Raises :class:`StateError` if there are no such scores.
     """
-    found, targets = tables.score_paths(store, name), tables.target_paths(store, name) if features else []
+    paths, targets = tables.score_paths(store, name), tables.target_paths(store, name) if features else []
     # Preconditioned targets depend on the train data as well. After a kill there may be nothing else.
     preconditioned = store.table_names(tables.preconditioned_folder(name))
-    if not (found or preconditioned or targets):
+    if not (paths or preconditioned or targets):
         raise StateError(f"There are no scores {name!r}; there are {tables.scored_names(store)}.")
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
     kinds = (tables.verdict_path, tables.one_run_path, tables.predictions_path, tables.trials_path)
-    tested = (of(path) for path in found for of in kinds)
+    tested = (of(path) for path in paths for of in kinds)
     for entry in (*measured, *tested):
         store.drop_entry(entry)
     # Scores are read with their targets, so they go first: a kill leaves targets without scores, from which the next
     # call scores.
-    for path in dict.fromkeys([*found, *preconditioned, *targets]):
+    for path in dict.fromkeys([*paths, *preconditioned, *targets]):
         store.drop_table(path)
 
 
@@ -238,10 +241,10 @@ def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
     """Return the digests of the checkpoints with targets that the method uses; raise if there are none."""
-    known = store.table_names(tables.target_folder(name, method))
+    paths = store.table_names(tables.target_folder(name, method))
     features = {digest: tables.target_table_path(name, method, table) for digest, table in train.items()}
     digests = [
-        digest for digest, path in features.items() if path in known and store.open_table(path).complete
+        digest for digest, path in features.items() if path in paths and store.open_table(path).complete
     ]
     if not digests:
         names = tables.target_names(store, method)
@@ -288,9 +291,9 @@ class ScoreResult:
                 "again since and have other bits (another batch size, or another processor). "
                 f"drop_scores({self.source.name!r}) and score again, or score under another name."
             )
-        stored, given = len(there["checkpoints"]), len(here["checkpoints"])
+        stored, passed = len(there["checkpoints"]), len(here["checkpoints"])
         counts = (
-            "" if stored == given else f" (the stored scores use {stored} checkpoints, this call {given})"
+            "" if stored == passed else f" (the stored scores use {stored} checkpoints, this call {passed})"
         )
         compare_fingerprints(
             there,

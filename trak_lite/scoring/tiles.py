@@ -98,17 +98,27 @@ def group_tile(
     rows: range | NDArray[np.int64],
     *,
     q: WhereQ,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Return the products ``(rows, M)`` float32 of a group of checkpoints alone, times the number of groups G.
 
-    The second result is the group's share of the mean q, ``(rows,)`` float64, times G; ``None`` if ``q`` is not
-    ``"outside"``. The score is the mean of the products over groups, times the mean of the q factors over groups.
+    The score is the mean over groups of these, times that of :func:`group_factors`.
     """
-    members = [terms[place] for place in group]
-    tile = _summed(members, rows, q).mul_(num_groups)
+    return _summed([terms[index] for index in group], rows, q).mul_(num_groups)
+
+
+def group_factors(
+    terms: Sequence[ScoreTerm],
+    group: Sequence[int],
+    num_groups: int,
+    rows: range | NDArray[np.int64],
+    *,
+    q: WhereQ,
+) -> Tensor:
+    """Return the group's part of the mean q, ``(rows,)`` float64, times G; 1 if ``q`` is not ``"outside"``."""
     if q != "outside":
-        return tile, None
-    return tile, _mean_q(members, rows) * (len(members) * num_groups / len(terms))
+        device = terms[0].targets.device
+        return torch.ones(len(rows), dtype=wide_dtype(device), device=device)
+    return _mean_q([terms[index] for index in group], rows) * (len(group) * num_groups / len(terms))
 
 
 def _summed(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], q: WhereQ) -> Tensor:

@@ -113,17 +113,17 @@ def split_scores(
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     digests, tables = scores.source.digests, scores.source.train
     batches = train.batches(rows_in_batches(numbers, 1))
-    found = [_TokenRow.of(batch, int(number), len(wanted), shift=shift) for (number,), batch in batches]
-    together = _groups([row for row in found if len(wanted) <= len(row.positions)], train.batch_size)
+    token_rows = [_TokenRow.of(batch, int(number), len(wanted), shift=shift) for (number,), batch in batches]
+    together = _groups([row for row in token_rows if len(wanted) <= len(row.positions)], train.batch_size)
     directions = _Directions(settings)
     apart: dict[int, float] = {}
 
     def visit(digest: str, _: str) -> None:
-        place = digests.index(digest)
-        model_id = model_id_of(terms[place].train)
-        own_targets = terms[place].targets
-        factor_of = dict(zip((row.number for row in found), factors[place].tolist(), strict=True))
-        left = {row.number: row for row in found}
+        index = digests.index(digest)
+        model_id = model_id_of(terms[index].train)
+        own_targets = terms[index].targets
+        factor_of = dict(zip((row.number for row in token_rows), factors[index].tolist(), strict=True))
+        left = {row.number: row for row in token_rows}
         derivatives = directions.derivatives(
             session.model, [batch for _, batch in together], own_targets, model_id
         )
@@ -137,8 +137,8 @@ def split_scores(
             rest = in_float64(session.features(row.batch, number, model_id=model_id, what=train.what))[0]
             norms = rest.norm()
             for positions, batch in row.batches(train.batch_size):
-                own = np.full(len(positions), row.number)
-                features = in_float64(session.features(batch, own, model_id=model_id, what=train.what))
+                repeats = np.full(len(positions), row.number)
+                features = in_float64(session.features(batch, repeats, model_id=model_id, what=train.what))
                 products = (features @ preconditioned.T).cpu().numpy()
                 row.scores[positions] += products * factor_of[row.number]
                 rest, norms = rest - features.sum(0), norms + features.norm()
@@ -158,7 +158,7 @@ def split_scores(
             RuntimeWarning,
             stacklevel=3,
         )
-    return {row.number: row.scores.astype(np.float32) for row in found}
+    return {row.number: row.scores.astype(np.float32) for row in token_rows}
 
 
 @final
@@ -186,13 +186,13 @@ class _Directions:
             )
             if direction is None:
                 return None
-            for found, batch in zip(columns, batches, strict=True):
+            for column, batch in zip(columns, batches, strict=True):
                 one = {name: part[0] for name, part in direction.items()}
                 values = self._along(model, batch, one)
                 if values is None or (target == 0 and not self._is_derivative(values, model, batch, one)):
                     return None
-                found.append(values)
-        return [np.stack(found, 2) for found in columns]
+                column.append(values)
+        return [np.stack(column, 2) for column in columns]
 
     def _is_derivative(
         self, values: NDArray[np.float64], model: nn.Module, batch: Batch, direction: Mapping[str, Tensor]
@@ -212,10 +212,10 @@ class _Directions:
         ):
             terms = self._task.position_outputs(ModelCall(model), moved)
             total = (terms.sum(1) * torch.as_tensor(weights, dtype=terms.dtype, device=terms.device)).sum()
-            found = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
+            gradients = torch.autograd.grad(total, list(kept.values()), allow_unused=True)
         products = [
             precise(part) * precise(direction[name])
-            for name, part in zip(kept, found, strict=True)
+            for name, part in zip(kept, gradients, strict=True)
             if part is not None
         ]
         difference = abs(float(weights @ values.sum(1)) - sum(float(part.sum()) for part in products))
@@ -262,7 +262,7 @@ class _Directions:
                 sdpa_kernel(SDPBackend.MATH),
                 quiet_forward_mode(),
             ):
-                found: Tensor = jvp(terms, (values,), (vector,))[1]
+                derivatives: Tensor = jvp(terms, (values,), (vector,))[1]
         except RuntimeError as error:
             refuse_machine_failure(error)
             self._is_supported = False
@@ -273,7 +273,7 @@ class _Directions:
                 error,
             )
             return None
-        return in_float64(found).cpu().numpy() * unit
+        return in_float64(derivatives).cpu().numpy() * unit
 
 
 def _unit(weights: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> float:

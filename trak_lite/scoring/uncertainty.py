@@ -5,6 +5,7 @@ Shapes: N train rows, M targets, C checkpoints, G groups of checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -18,10 +19,10 @@ from trak_lite.core.devices import copied_ahead
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.spread import Spread, agreement, expected_agreement, pair_sums
+from trak_lite.linalg.spread import agreement, expected_agreement, pair_sums, standard_error
 from trak_lite.run.tables import score_table_spec
 from trak_lite.scoring.source import ScoreSource
-from trak_lite.scoring.tiles import ScoreTerm, group_tile, tile_ranges
+from trak_lite.scoring.tiles import ScoreTerm, group_factors, group_tile, tile_ranges
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -35,7 +36,7 @@ class Reliability:
     agreement: NDArray[np.float64]
     """``(M,)`` Spearman correlation over train rows between the scores of two checkpoints (runs), mean over pairs."""
     expected: NDArray[np.float64]
-    """``(M,)`` expected correlation with the mean over as many other checkpoints or runs (Spearman-Brown)."""
+    """``(M,)`` expected correlation with the mean over as many others with such weights (Spearman-Brown)."""
     reliable: NDArray[np.bool_]
     """``(M,)`` whether ``expected`` reaches the threshold."""
 
@@ -69,15 +70,19 @@ class Repeats:
                 "checkpoint, in their order."
             )
         groups: dict[Hashable, list[int]] = {}
-        for place, label in enumerate(labels):
-            groups.setdefault(label, []).append(place)
-        if len(groups) < 2:
-            raise InvalidInputError(
-                f"Uncertainty needs at least 2 {'checkpoints' if runs is None else 'runs'}, got {len(groups)}. "
-                "Featurize more checkpoints: those of one run cost no training."
-            )
+        for index, label in enumerate(labels):
+            groups.setdefault(label, []).append(index)
         self._source = source
         self._groups = list(groups.values())
+        self._shares = [math.fsum(abs(source.weights[index]) for index in group) for group in self._groups]
+        """Weight of each group in the scores."""
+        if sum(share > 0 for share in self._shares) < 2:
+            of = "" if all(self._shares) else f" with a weight other than 0 of {len(groups)}"
+            raise InvalidInputError(
+                f"Uncertainty needs at least 2 {'checkpoints' if runs is None else 'runs'}, got "
+                f"{sum(share > 0 for share in self._shares)}{of}. Featurize more checkpoints: those of one run cost no "
+                "training."
+            )
 
     def standard_error(
         self, rows: NDArray[np.int64] | None, targets: slice = slice(None)
@@ -111,24 +116,27 @@ class Repeats:
     def reliability(self, *, threshold: float, max_rows: int) -> Reliability:
         """Return the agreement on ``max_rows`` evenly spaced train rows."""
         rows = spread_rows(self._source.num_rows, max_rows)
-        found = torch.cat([agreement(part) for part in self._parts(rows, slice(None))])
-        expected = expected_agreement(found, len(self._groups)).cpu().numpy()
-        return Reliability(found.cpu().numpy(), expected, expected >= threshold)
+        weighted = np.flatnonzero(self._shares)  # the others have no ranking
+        parts = ([part[index] for index in weighted] for part in self._parts(rows, slice(None)))
+        agreements = torch.cat([agreement(part) for part in parts])
+        # a mean with the shares s is as noisy as the plain mean of this number of groups, which is G for equal shares
+        equal = math.fsum(self._shares) ** 2 / math.fsum(share**2 for share in self._shares)
+        expected = expected_agreement(agreements, equal).cpu().numpy()
+        return Reliability(agreements.cpu().numpy(), expected, expected >= threshold)
 
     def pairwise_agreement(self, *, max_rows: int, max_targets: int) -> NDArray[np.float64]:
         """Return the mean Spearman correlations of all pairs, ``(G, G)``, over evenly spaced rows and targets."""
         rows = spread_rows(self._source.num_rows, max_rows)
         targets = every_nth(self._source.num_targets, max_targets)
         sums = sum(pair_sums(part).cpu().numpy() for part in self._parts(rows, targets))
-        found = np.asarray(sums) / len(range(self._source.num_targets)[targets])
-        np.fill_diagonal(found, 1.0)
-        return found
+        means = np.asarray(sums) / len(range(self._source.num_targets)[targets])
+        np.fill_diagonal(means, 1.0)
+        return means
 
     def _errors(self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
-        spread = Spread()
-        for group in self._groups:
-            spread.add(*group_tile(terms, group, len(self._groups), rows, q=self._source.method.q))
-        return spread.standard_error()
+        values, factors = self._parts_of_means(terms, rows)
+        sizes = [len(group) if self._source.method.q == "outside" else 1 for group in self._groups]
+        return standard_error(values, self._shares, factors, sizes)
 
     def _parts(self, rows: NDArray[np.int64], targets: slice) -> Iterator[list[Tensor]]:
         """Yield the scores of every group alone, for as many targets at a time as are ranked together."""
@@ -140,9 +148,13 @@ class Repeats:
 
     def _scores(self, rows: NDArray[np.int64], targets: slice) -> list[Tensor]:
         """Return the scores of every group alone, ``(rows, M)``."""
-        terms, q = self._source.terms(targets), self._source.method.q
-        tiles = (group_tile(terms, group, len(self._groups), rows, q=q) for group in self._groups)
-        return [
-            products if factors is None else products * factors.to(products)[:, None]
-            for products, factors in tiles
-        ]
+        pairs = zip(*self._parts_of_means(self._source.terms(targets), rows), strict=True)
+        return [products * factors.to(products)[:, None] for products, factors in pairs]
+
+    def _parts_of_means(
+        self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]
+    ) -> tuple[Iterator[Tensor], list[Tensor]]:
+        """Return each group's parts of the mean products and of the mean q, times G."""
+        settings = [(terms, group, len(self._groups), rows) for group in self._groups]
+        q = self._source.method.q
+        return (group_tile(*each, q=q) for each in settings), [group_factors(*each, q=q) for each in settings]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -32,6 +33,7 @@ from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings
+from trak_lite.run.tables import checkpoint_tables
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_of
 from trak_lite.scoring.records import ScoreRecord, shown_settings
@@ -78,14 +80,15 @@ class Refine:
 
 def unprojected_method(method: Method) -> AbstractMethod:
     """Return a method that can score unprojected gradients; raise if it needs stored rows."""
-    found = as_method(method)
-    transforms = found.transforms_rows and found.unit_scope(FeatureLayout.joint(1)) is None
-    if not found.multiplies_rows or found.kernel is not None or transforms:
+    instance = as_method(method)
+    transforms = instance.transforms_rows and instance.unit_scope(FeatureLayout.joint(1)) is None
+    if not instance.multiplies_rows or instance.kernel is not None or transforms:
         raise InvalidInputError(
-            f"{found.name} needs stored feature rows: featurize the train data and call score(method={found.name!r}). "
-            "Without stored rows, use EKFAC or CG for influence functions, or GradDot, GradCos or TracIn."
+            f"{instance.name} needs stored feature rows: featurize the train data and call "
+            f"score(method={instance.name!r}). Without stored rows, use EKFAC or CG for influence functions, or "
+            "GradDot, GradCos or TracIn."
         )
-    return found
+    return instance
 
 
 def unprojected_scored_by(settings: AttributorSettings, method: Method) -> AbstractMethod:
@@ -112,7 +115,7 @@ def scores_of_stream(
     """Score all train rows by their unprojected gradients; see :meth:`~trak_lite.Attributor.stream_scores`."""
     everything = np.arange(len(train))
     matrix = None if k is not None else np.empty((len(train), len(targets)), np.float32)
-    known: list[TopRows] = []
+    tops: list[TopRows] = []
     # Only a fit belongs to the train data; without one, the store is not used.
     dataset = None if method.inverse is None else train.identity()
     if dataset is not None and run.workspace.holds_other_data(dataset):
@@ -124,6 +127,17 @@ def scores_of_stream(
             for checkpoint in checkpoints:
                 distinct.setdefault(session.load(checkpoint), checkpoint)
             checkpoints = list(distinct.values())
+        elif checkpoints[0].load is None and session.workspace.exists:  # the present weights
+            finished = [
+                digest for digest, table in checkpoint_tables(session.store).items() if table.complete
+            ]
+            if finished and session.load(checkpoints[0]) not in finished:
+                warnings.warn(
+                    f"The scores are of the present weights of the model, of which the store has no rows: it has those "
+                    f"of {len(finished)} checkpoint(s). Pass these, checkpoints=..., if the scores are to be of them.",
+                    UserWarning,
+                    stacklevel=3,
+                )
         weights = method.weights(len(checkpoints))
         scorer = _Scorer(session, train, targets, method)
         blocks = scorer.blocks(len(train), max_bytes)
@@ -137,18 +151,18 @@ def scores_of_stream(
                     visit(session.load(checkpoint), checkpoint.name, weight)
 
             for block in blocks:
-                found = scorer.scores(everything, block, walk)
+                scores = scorer.scores(everything, block, walk)
                 if matrix is not None:
-                    matrix[:, block] = found
+                    matrix[:, block] = scores
                 else:
-                    ends = top_and_bottom_of([(0, torch.from_numpy(found))], len(block), k or 1, Ranks())[
+                    ends = top_and_bottom_of([(0, torch.from_numpy(scores))], len(block), k or 1, Ranks())[
                         :, 0
                     ]
                     kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
-                    known += [TopRows(rows, found[rows, target]) for target, rows in enumerate(kept)]
+                    tops += [TopRows(rows, scores[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
     record = scorer.record("targets", scorer.convergence(), **shown)
-    return Scores(PartialMatrix(len(train), known, k or 1) if matrix is None else HeldMatrix(matrix), record)
+    return Scores(PartialMatrix(len(train), tops, k or 1) if matrix is None else HeldMatrix(matrix), record)
 
 
 def refined_scores(
@@ -169,7 +183,7 @@ def refined_scores(
     weights = dict(zip(tables, method.weights(len(tables)), strict=True))
     train = session.train_rows("refine computes gradients of")
     candidates = [np.unique(rows) for rows in ends[:, 0].astype(np.int64).swapaxes(0, 1)]
-    known: list[TopRows] = []
+    tops: list[TopRows] = []
     passes = 0
 
     def walk(visit: Visit) -> None:
@@ -179,14 +193,14 @@ def refined_scores(
 
     scorer = _Scorer(session, train, targets, method)
     for block in scorer.blocks(len(np.unique(np.concatenate(candidates))), refine.max_bytes):
-        own = [candidates[target] for target in block]
-        union = np.unique(np.concatenate(own))
-        found = scorer.scores(union, block, walk)
+        block_rows = [candidates[target] for target in block]
+        union = np.unique(np.concatenate(block_rows))
+        scores = scorer.scores(union, block, walk)
         passes += len(union)
-        for place, rows in enumerate(own):
-            known.append(TopRows(rows, found[np.searchsorted(union, rows), place]))
+        for column, rows in enumerate(block_rows):
+            tops.append(TopRows(rows, scores[np.searchsorted(union, rows), column]))
     count = min(refine.candidates, len(train))
-    matrix = PartialMatrix(len(train), known, count)
+    matrix = PartialMatrix(len(train), tops, count)
     compared = min(_SHOWN, count)
     after = matrix.kept_top(compared, "helpful").indices
     shares = [np.isin(now, then[:compared]).mean() for now, then in zip(after, ends[0, 0], strict=True)]
@@ -253,17 +267,17 @@ class _Scorer:
             )
         fitting = max(1, left // target)
         numbers = np.arange(len(self.targets))
-        found = rows_in_batches(numbers, fitting)
-        if len(found) > 1:
+        blocks = rows_in_batches(numbers, fitting)
+        if len(blocks) > 1:
             logger.info(
                 "The gradients of %d targets take more than max_bytes=%d: the train rows are read %d times, for %d "
                 "targets each.",
                 len(numbers),
                 max_bytes,
-                len(found),
+                len(blocks),
                 fitting,
             )
-        return found
+        return blocks
 
     def scores(
         self, rows: NDArray[np.int64], block: NDArray[np.int64], walk: Callable[[Visit], None]
@@ -279,8 +293,8 @@ class _Scorer:
         parameters, scope = session.settings.parameters, self.method.unit_scope(session.settings.layout)
         # Products become cosines, if the method is that of cosines. A factor of a whole gradient, and one of a module
         # in cosines of modules, cancel; factors of modules in cosines of whole gradients do not.
-        own = session.settings.normalization
-        to_unit = scope == "global" and own.kind != "none" and own.scope == "module"
+        configured = session.settings.normalization
+        to_unit = scope == "global" and configured.kind != "none" and configured.scope == "module"
         normalization = None if scope is None or to_unit else Normalization("unit", scope=scope)
 
         def add(digest: str, label: str, weight: float) -> None:

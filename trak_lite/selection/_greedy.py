@@ -51,10 +51,10 @@ def greedy(
     P (C K + k)`` bytes. Time: ``k P (C K + k)`` multiplications.
     """
     units = [_unit_rows(rows) for rows in features]
-    own = np.mean([np.einsum("pk,pk->p", rows, rows) for rows in units], axis=0)
+    norms = np.mean([np.einsum("pk,pk->p", rows, rows) for rows in units], axis=0)
     values = np.ldexp(values, -_exponents(values))  # exact; squares would leave the range of float64
     worth = values / (float(np.sqrt(np.mean(values**2))) or 1.0)
-    left = own.copy()  # squared norm of each row that the chosen rows do not explain
+    left = norms.copy()  # squared norm of each row that the chosen rows do not explain
     cholesky = np.empty((k, len(values)))
     order, redundancy = np.empty(k, np.int64), np.empty(k)
     free = np.ones(len(values), np.bool_)
@@ -64,7 +64,7 @@ def greedy(
         highest = gains.max()
         chosen = int(np.argmax(gains >= highest - _EQUAL * max(1.0, abs(highest))))
         order[step], free[chosen] = chosen, False
-        redundancy[step] = 1.0 - left[chosen] / own[chosen] if own[chosen] > 0 else 0.0
+        redundancy[step] = 1.0 - left[chosen] / norms[chosen] if norms[chosen] > 0 else 0.0
         cosines = np.mean([rows @ rows[chosen] for rows in units], axis=0)
         before = cholesky[:step]
         row = (cosines - before[:, chosen] @ before) / np.sqrt(left[chosen] + NOISE)

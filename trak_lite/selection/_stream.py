@@ -104,14 +104,14 @@ def best_rows(
     scores: Scores | ArrayLike,
     targets: TargetGroups,
     quotas: NDArray[np.int64],
-    places: NDArray[np.int64] | None = None,
+    label_of: NDArray[np.int64] | None = None,
     *,
     wanted: NDArray[np.bool_] | None = None,
 ) -> Candidates:
     """Return the best rows of each label, best first, from one pass over the scores.
 
     Of equal values the lower row is taken and comes first. Memory: one tile of scores, and 2 k rows. Quotas ``(G,)``
-    are the number of rows to keep of each label, places ``(N,)`` the index of each row's label (``None``: all have
+    are the number of rows to keep of each label, label_of ``(N,)`` the index of each row's label (``None``: all have
     one). Tiles without a wanted row are not read.
     """
     best = _BestOfLabels(quotas)
@@ -131,10 +131,10 @@ def best_rows(
                 f"The sum of the scores of train row {beyond[0]} over targets is beyond the range of float64. Divide "
                 "all scores by a constant."
             )
-        labels = np.zeros(len(tile), np.int64) if places is None else places[rows]
+        labels = np.zeros(len(tile), np.int64) if label_of is None else label_of[rows]
         best.add(Candidates(rows, values, strongest, means, labels))
-    found = best.result()
-    return found.take(np.lexsort((found.rows, -found.values)))
+    candidates = best.result()
+    return candidates.take(np.lexsort((candidates.rows, -candidates.values)))
 
 
 @final

@@ -59,8 +59,8 @@ def select(
       of a row adds 27 % of the information of the first.
     - ``"balanced"``: the rows with the largest values of each label of ``groups``, as many as ``quotas`` says.
 
-    Of equal values the lower row number is chosen, and comes first. The result does not depend on the chunks of the
-    scores. Memory: one tile of scores, 2 k rows, the labels ``groups``, and for ``"greedy"``
+    Of values that are equal in float64 the lower row number is chosen, and comes first. The result does not depend on
+    the chunks of the scores. Memory: one tile of scores, 2 k rows, the labels ``groups``, and for ``"greedy"``
     ``8 pool (C K + k)`` bytes for C checkpoints; none depends on N M.
 
     Args:
@@ -207,17 +207,17 @@ def _proportional(sizes: NDArray[np.int64], k: int) -> NDArray[np.int64]:
 def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int64]:
     each = Column(groups.labels, np.arange(len(groups.labels)))
     texts = () if each.labels.dtype.kind in "iuf" else each.texts
-    known = {label: place for place, label in enumerate((*each.labels.tolist(), *texts))}
+    index_of = {label: index for index, label in enumerate((*each.labels.tolist(), *texts))}
     sizes, wrong = groups.sizes, []
     taken = np.zeros_like(sizes)
     for label, count in quotas.items():
-        place = known.get(label, known.get(label_text(label)))
-        places = np.flatnonzero(each.matches(label)) if place is None else [place % len(each.labels)]
-        left = int((sizes[places] - taken[places]).sum())
+        index = index_of.get(label, index_of.get(label_text(label)))
+        indices = np.flatnonzero(each.matches(label)) if index is None else [index % len(each.labels)]
+        left = int((sizes[indices] - taken[indices]).sum())
         if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= left:
             wrong.append(f"{label!r}: {count!r} of {left}")
         else:
-            taken[places] += count
+            taken[indices] += count
     if wrong:
         raise InvalidInputError(
             f"quotas must be whole numbers from 0 to the number of rows with the label, got {some_of(wrong)}."
@@ -252,10 +252,10 @@ def _greedy(
 def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
     """Raise if an argument of another method was given."""
     for owner, values in arguments.items():
-        given = [name for name, value in values.items() if value is not None]
-        if owner != method and given:
+        names = [name for name, value in values.items() if value is not None]
+        if owner != method and names:
             raise InvalidInputError(
-                f"{', '.join(given)} belong to method={owner!r}, and method is {method!r}. Leave them out, or change "
+                f"{', '.join(names)} belong to method={owner!r}, and method is {method!r}. Leave them out, or change "
                 "the method."
             )
 
@@ -300,9 +300,9 @@ def _feature_reader(
             "method='greedy' needs features of the rows, and an array of scores has none. Give features (N, K), such "
             "as embeddings."
         )
-    given = array_of(features)
-    if given.ndim != 2 or len(given) != num_rows or given.dtype.kind not in "iuf":
+    array = array_of(features)
+    if array.ndim != 2 or len(array) != num_rows or array.dtype.kind not in "iuf":
         raise InvalidInputError(
-            f"features must be real numbers ({num_rows}, K), got {given.dtype} of shape {given.shape}."
+            f"features must be real numbers ({num_rows}, K), got {array.dtype} of shape {array.shape}."
         )
-    return lambda rows: [given[rows]]
+    return lambda rows: [array[rows]]

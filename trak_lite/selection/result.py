@@ -207,9 +207,9 @@ class Selection:
     @classmethod
     def _of(cls, content: Any) -> Self:
         """Return the selection in the content of a file; raise ``ValueError`` if it contradicts itself."""
-        given = content["columns"].items()
+        pairs = content["columns"].items()
         kinds = content.get("kinds", {}) | _TYPES
-        columns = {name: _array(values, kinds.get(name, "")) for name, values in given}
+        columns = {name: _array(values, kinds.get(name, "")) for name, values in pairs}
         rows, num_rows = columns["row"], int(content["num_rows"])
         if content["version"] not in (_UNSEALED, _VERSION):
             raise ValueError(f"version {content['version']!r} instead of {_VERSION}")

@@ -70,11 +70,11 @@ def application(pages: Pages, *, patience: float = PATIENCE) -> Application:
     made: Any = Starlette(routes=routes, exception_handlers=handlers)
 
     async def guarded(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        found = _refusal(scope["method"], Headers(scope=scope))
-        if found is None:
+        refusal = _refusal(scope["method"], Headers(scope=scope))
+        if refusal is None:
             await made(scope, receive, send)
             return
-        status, said = found
+        status, said = refusal
         close = {"connection": "close"}  # nothing more is read
         answer = PlainTextResponse(f"{status.value} {status.phrase}: {said}\n", status, close)
         await answer(scope, receive, send)
@@ -98,14 +98,14 @@ def _refusal(method: str, headers: Headers) -> tuple[HTTPStatus, str] | None:
     return None
 
 
-def _page(make: Callable[[Params], str], *known: str) -> Handler:
+def _page(make: Callable[[Params], str], *allowed: str) -> Handler:
     """Return the handler of a page that only reads, and has some parameters."""
 
     async def answer(request: Request) -> Response:
         params = _params(request.query_params.multi_items())
         for name in params:
-            if (_ANY_WHERE if name.startswith(WHERE) else name) not in known:
-                raise InvalidInputError(f"Unknown parameter {name!r:.40}. Known: {', '.join(known)}.")
+            if (_ANY_WHERE if name.startswith(WHERE) else name) not in allowed:
+                raise InvalidInputError(f"Unknown parameter {name!r:.40}. Known: {', '.join(allowed)}.")
         return HTMLResponse(await run_in_threadpool(make, params))
 
     return answer

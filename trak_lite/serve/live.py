@@ -77,7 +77,7 @@ class LiveModel:
     predict: Callable[[Any, Any], Any] | None = None
     """Returns the output of the model for a sample, as a render does; ``None`` shows f only."""
     tokens: Callable[[int], Sequence[str]] | None = None
-    """Returns the texts of the tokens of a train row, one per label."""
+    """Returns the texts of the tokens of a train sample, one per label, by its index in the dataset."""
     most_asked: int = field(init=False, default=MOST_ASKED)
     """Number of scored texts that :meth:`drop_oldest` leaves in the store."""
     checkpoint: str = field(init=False)
@@ -196,7 +196,7 @@ class LiveModel:
         """
         # A user may score targets under a name of their own that starts like these.
         names = [name for name in self.stored_names() if re.fullmatch(f"{ASKED}[0-9a-f]{{32}}", name)]
-        recent = {name: place for place, name in enumerate(self._used)}
+        recent = {name: index for index, name in enumerate(self._used)}
         oldest = sorted(names, key=lambda name: (recent.get(name, -1), name))
         gone = []
         for name in oldest[: max(0, len(names) - self.most_asked)]:
@@ -211,10 +211,10 @@ class LiveModel:
 
     def stored_names(self) -> list[str]:
         """Return the names of all target sets with features in the store; another process may remove some."""
-        place = self.attributor.path
-        if place is None:
+        path = self.attributor.path
+        if path is None:
             return []
-        with open_store(place) as store:
+        with open_store(path) as store:
             return target_names(store)
 
     def warm(self, scores: Scores) -> Iterator[None]:
@@ -246,14 +246,16 @@ class LiveModel:
             return {}
         run = scores.run
         with run.session(self._identity, train=None if self._compared else self.train) as session:
-            found = split_scores(session, scores, self.train, rows=rows, targets=[target])
+            contributions = split_scores(session, scores, self.train, rows=rows, targets=[target])
         self._compared = True
         coloured = {}
-        for row, values in found.items():
-            texts = list(self.tokens(int(self.train.indices[row])))
+        for row, values in contributions.items():
+            index = int(self.train.indices[row])
+            texts = list(self.tokens(index))
             if len(texts) != len(values):
                 raise InvalidInputError(
-                    f"tokens({row}) of the recipe returned {len(texts)} texts. Expected one per label: {len(values)}."
+                    f"tokens({index}) of the recipe returned {len(texts)} texts for train row {row}. Expected one per "
+                    f"label: {len(values)}."
                 )
             coloured[row] = list(zip(texts, values[:, 0].tolist(), strict=True))
         return coloured

@@ -72,11 +72,11 @@ class MarksFile:
         if not content:  # killed between the creation and the first mark
             return {}
         try:
-            found = parse_json(content)
-            marks = {_row(row, self._num_rows): Mark(**values) for row, values in found["marks"].items()}
-            one_of([str(_UNSEALED), str(_FORMAT)], format=str(found["format"]))
-            sealed_content(str(self.path), _SEALED_AS, required=found["format"] != _UNSEALED)
-            dataset = dict(found["dataset"])
+            parsed = parse_json(content)
+            marks = {_row(row, self._num_rows): Mark(**values) for row, values in parsed["marks"].items()}
+            one_of([str(_UNSEALED), str(_FORMAT)], format=str(parsed["format"]))
+            sealed_content(str(self.path), _SEALED_AS, required=parsed["format"] != _UNSEALED)
+            dataset = dict(parsed["dataset"])
         except (CorruptStoreError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptStoreError(
                 f"{self.path} does not hold marks of train rows ({error!r:.200}). Move it away, or restore it."

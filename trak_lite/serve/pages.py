@@ -154,7 +154,10 @@ class Pages:
             page = [int(row) for row in order[first : first + _REVIEWED]]
             if params.get("done"):
                 done = _number(params, "done", None, 0, self.sets.num_rows - 1)
-                said += f"Row {done}: {marks[done].mark if done in marks else 'no mark'}. "
+                mark = marks.get(done)
+                said += f"Row {done}: {mark.mark if mark else 'no mark'}. "
+                if mark and mark.label and labels and mark.label not in labels.texts:
+                    said += f"No train row has the label {mark.label!r}. "
             return self._page(
                 "serve_review.html",
                 f"Review of {self.title}",
@@ -176,11 +179,11 @@ class Pages:
         with self._turn():
             _, listed, state, said = self._listed(params)
             name, rows = state["set"], np.flatnonzero(listed)
-            found = None
+            effects = None
             if 0 < len(rows) < self.sets.num_rows:
-                found = what_if(self.sets.scores(name), rows)
-                said = f"{found.name}, {found.change}."
-                order = np.argsort(-np.abs(found.predicted), kind="stable")
+                effects = what_if(self.sets.scores(name), rows)
+                said = f"{effects.name}, {effects.change}."
+                order = np.argsort(-np.abs(effects.predicted), kind="stable")
             else:
                 said += "All rows are listed. " if len(rows) else "No row is listed. "
                 said += "Mark rows in the review, or choose some by a filter, and follow the link there."
@@ -191,8 +194,8 @@ class Pages:
                 "serve_effects.html",
                 "What if these rows go?",
                 said=said,
-                effects=found,
-                changes=[] if found is None else [(target, *_change(found, target)) for target in shown],
+                effects=effects,
+                changes=[] if effects is None else [(target, *_change(effects, target)) for target in shown],
                 target_of={target: self._target_content(name, target) for target in shown},
                 address_of={target: _address("/", {"set": name, "target": str(target)}) for target in shown},
                 review=_address("/review", state),
@@ -254,9 +257,9 @@ class Pages:
         texts waits for one text, not for all that were sent before.
         """
         with self._free:
-            place = 2 * (next(self._count) + _OVERTAKING * long) + long  # no two calls have the same
-            heappush(self._waiting, place)
-            self._free.wait_for(lambda: not self._busy and self._waiting[0] == place)
+            ticket = 2 * (next(self._count) + _OVERTAKING * long) + long  # no two calls have the same
+            heappush(self._waiting, ticket)
+            self._free.wait_for(lambda: not self._busy and self._waiting[0] == ticket)
             heappop(self._waiting)
             self._busy = True
         try:
@@ -322,23 +325,23 @@ class Pages:
         """Return the page of a target with its strongest train rows."""
         k, filters = _rows(params), _filters(params)
         column, mask = self.sets.column(name, target), self.sets.passing(filters)
-        found = [strongest(column, mask, k, sign) for sign in _SIGNS]
-        rows = sorted({int(row) for top in found for row in top.indices})
+        tops = [strongest(column, mask, k, sign) for sign in _SIGNS]
+        rows = sorted({int(row) for top in tops for row in top.indices})
         live, coloured = self.live, bool(params.get("tokens"))
         tokens: Mapping[int, Any] = {}
         if coloured and live is not None:
             tokens = live.coloured(self.sets.scores(name), rows, target)
         scatter = scatter_of(column)
-        largest = max(float(abs(top.scores).max(initial=0)) for top in found)
+        largest = max(float(abs(top.scores).max(initial=0)) for top in tops)
         ends = []
-        for top, sign, shade in zip(found, _SIGNS, ("high", "low"), strict=True):
+        for top, sign, shade in zip(tops, _SIGNS, ("high", "low"), strict=True):
             pairs = zip(top.indices.tolist(), top.scores.tolist(), strict=True)
             shown = [self._scored(row, score, tokens, scatter, largest) for row, score in pairs]
             ends.append((f"Most {sign}", shade, shown))
         state = {"text": text} if text else {"set": name, "target": str(target)}
         state |= {"k": str(k), **_where(filters)}
         what = "the text" if text else f"target {target} of {name}"
-        count = f"{len(found[0].indices)} most helpful and {len(found[1].indices)} most harmful of {int(mask.sum()):,}"
+        count = f"{len(tops[0].indices)} most helpful and {len(tops[1].indices)} most harmful of {int(mask.sum()):,}"
         task = self.sets.scores(name).settings.get("task", self.task)
         colours = _address("/", {**state, "tokens": "1"})
         return self._page(
@@ -472,8 +475,8 @@ def _first(params: Params, count: int, step: int) -> int:
 
 def _filters(params: Params) -> dict[str, str]:
     """Return the chosen values by column; an empty value does not filter."""
-    given = {name: value for name, value in params.items() if name.startswith(WHERE) and value}
-    return {name.removeprefix(WHERE): value for name, value in given.items()}
+    filters = {name: value for name, value in params.items() if name.startswith(WHERE) and value}
+    return {name.removeprefix(WHERE): value for name, value in filters.items()}
 
 
 def _where(filters: Mapping[str, str]) -> dict[str, str]:
@@ -494,9 +497,9 @@ def _change(effects: Effects, target: int) -> tuple[str, str]:
 
 def _pages(path: str, state: Params, first: int, step: int, count: int) -> list[tuple[str, str]]:
     """Return the titles and addresses of the pages before and after."""
-    found = []
+    links = []
     if first > 0:
-        found.append(("Previous", _address(path, {**state, "from": str(max(0, first - step))})))
+        links.append(("Previous", _address(path, {**state, "from": str(max(0, first - step))})))
     if first + step < count:
-        found.append(("Next", _address(path, {**state, "from": str(first + step)})))
-    return found
+        links.append(("Next", _address(path, {**state, "from": str(first + step)})))
+    return links

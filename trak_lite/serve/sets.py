@@ -85,13 +85,13 @@ class Sets:
     def column(self, name: str, target: int) -> NDArray[np.float32]:
         """Return the scores of all train rows for one target, ``(N,)``."""
         scores = self.scores(name)
-        place = target_number(target, scores.shape[1], name)
+        number = target_number(target, scores.shape[1], name)
 
         def read() -> NDArray[np.float32]:
-            return np.concatenate([np.array(tile[:, place]) for _, tile in scores.tiles()])
+            return np.concatenate([np.array(tile[:, number]) for _, tile in scores.tiles()])
 
         most = max(1, min(_MOST_HELD, _HELD_BYTES // (4 * self.num_rows)))
-        return _held(self._read, (name, place), read, most=most)
+        return _held(self._read, (name, number), read, most=most)
 
     def by_self_influence(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the self-influence of all train rows ``(N,)``, and the rows from the largest to the smallest."""
@@ -129,8 +129,8 @@ def strongest(
     """Return the k strongest of the rows in a mask, with their scores, each ``(k,)`` or shorter."""
     if not mask.any():
         return TopRows(np.flatnonzero(mask), scores[:0])
-    found = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
-    return TopRows(found.indices[0], found.scores[0])
+    rows = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
+    return TopRows(rows.indices[0], rows.scores[0])
 
 
 def scatter_of(scores: NDArray[np.float32]) -> tuple[float, float]:

@@ -122,15 +122,15 @@ class AbstractFeatureStore(ABC):
         checksum, uncommitted chunks byte by byte. Attributes are not compared.
         """
         keys = differing_keys(self.manifest.fingerprint, other.manifest.fingerprint)
-        found = [Difference(None, *each) for each in keys]
+        differences = [Difference(None, *each) for each in keys]
         ours, theirs = self.table_names(), other.table_names()
         for path in [*ours, *(path for path in theirs if path not in ours)]:
             if path not in ours or path not in theirs:
-                known = ("present", "absent")
-                found.append(Difference(path, "table", *(known if path in ours else known[::-1])))
+                states = ("present", "absent")
+                differences.append(Difference(path, "table", *(states if path in ours else states[::-1])))
             else:
-                found += diff_tables(path, self.open_table(path), other.open_table(path))
-        return tuple(found)
+                differences += diff_tables(path, self.open_table(path), other.open_table(path))
+        return tuple(differences)
 
     def merge(self, parts: Iterable[AbstractFeatureStore]) -> dict[str, int]:
         """Copy the rows that are missing here from other stores, for example from workers without a shared disk.
@@ -203,7 +203,8 @@ class AbstractFeatureStore(ABC):
         """Store an array that cannot be recomputed, such as a run record or a fit.
 
         Unlike the cache, entries are always stored next to the rows, also in an object store. An existing entry of the
-        same name is replaced.
+        same name is replaced. The key identifies what the value was made from: :meth:`entry` returns ``None`` for
+        another key.
 
         Raises:
             InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.

@@ -106,10 +106,10 @@ class Report:
         verdict = f"{damaged} damage" if damaged else "sound"
         if self.findings:
             verdict += f", {_count(len(self.findings) - damaged, 'note')}"
-        seen = self.tally
+        tally = self.tally
         lines.append(
-            f"{self.path}: {verdict}; {_count(seen.tables, 'table')}, {seen.done_rows} rows done, "
-            f"{seen.pending_rows} pending, {_count(seen.chunks, 'chunk')} of {seen.bytes} bytes compared."
+            f"{self.path}: {verdict}; {_count(tally.tables, 'table')}, {tally.done_rows} rows done, "
+            f"{tally.pending_rows} pending, {_count(tally.chunks, 'chunk')} of {tally.bytes} bytes compared."
         )
         return printable("\n".join(lines))
 

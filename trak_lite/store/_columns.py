@@ -68,9 +68,10 @@ class StoredArray:
 class Column:
     """One column of a table: ``(num_rows, width)``, or ``(num_rows,)`` where ``width`` is ``None``.
 
-    A quantised column is written and read as float32. It is stored as integers (int4: two per byte) and an array
-    ``<name>_scale`` with one float32 per row. A row is read as integer times scale; the error is at most half the
-    scale. The NumPy lines that decode such a column with plain zarr are in the array's attributes::
+    Its dtype is ``"float32"`` or ``"float16"``, or it is quantised: ``"int8"`` or ``"int4"``. A quantised column is
+    written and read as float32. It is stored as integers (int4: two per byte) and an array ``<name>_scale`` with one
+    float32 per row. A row is read as integer times scale; the error is at most half the scale. The NumPy lines that
+    decode such a column with plain zarr are in the array's attributes::
 
         group = zarr.open_group("run.zarr/ckpt-0", mode="r")
         scale = group["features_scale"][:]
@@ -90,7 +91,6 @@ class Column:
     name: str
     width: int | None
     dtype: str
-    """``"float32"`` or ``"float16"``: stored as such. ``"int8"`` or ``"int4"``: quantised."""
 
     @property
     def quantised(self) -> bool:

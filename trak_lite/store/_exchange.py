@@ -43,9 +43,9 @@ def diff_tables(path: str, here: AbstractRowTable, there: AbstractRowTable) -> I
     if shape_to_json(here.spec) != shape_to_json(there.spec):
         return  # tables of different shapes cannot be compared row by row
     done = here.done(), there.done()
-    for first, second, known in ((*done, ("done", "pending")), (*done[::-1], ("pending", "done"))):
+    for first, second, states in ((*done, ("done", "pending")), (*done[::-1], ("pending", "done"))):
         for rows in row_ranges(first & ~second, first=0):
-            yield Difference(path, _text(rows), *known)
+            yield Difference(path, _text(rows), *states)
     committed = set(here.committed_chunks()) & set(there.committed_chunks())
     for chunk in range(here.num_chunks):
         start, stop = here.chunk_range(chunk)

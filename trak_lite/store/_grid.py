@@ -66,11 +66,11 @@ def plain_json(value: Any, *, what: str) -> Any:
     return plain
 
 
-def plain_manifest(given: Manifest) -> Manifest:
+def plain_manifest(manifest: Manifest) -> Manifest:
     """Return a manifest after a JSON round trip; see :func:`plain_json`."""
-    fingerprint = plain_json(dict(given.fingerprint), what="The manifest's fingerprint")
+    fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
     return Manifest(
-        fingerprint, plain_json(dict(given.made_with), what="The manifest's made_with"), given.format
+        fingerprint, plain_json(dict(manifest.made_with), what="The manifest's made_with"), manifest.format
     )
 
 
@@ -152,10 +152,10 @@ def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
 
 def _column_from_json(record: Mapping[str, Any]) -> Column:
     column = Column(record["name"], record["width"], record["dtype"])
-    expected, found = dtype_fingerprint(column.dtype).get("quantisation"), record.get("quantisation")
-    if found != expected:
+    expected, recorded = dtype_fingerprint(column.dtype).get("quantisation"), record.get("quantisation")
+    if recorded != expected:
         raise InvalidInputError(
-            f"the quantisation of {column.name} is {found!r}, this version of trak_lite expects {expected!r}"
+            f"the quantisation of {column.name} is {recorded!r}, this version of trak_lite expects {expected!r}"
         )
     return column
 

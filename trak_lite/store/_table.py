@@ -222,8 +222,8 @@ class AbstractRowTable(ABC):
         return out
 
     def _empty(self, column: str, num_rows: int) -> NDArray[Any]:
-        found = self.column(column)
-        return np.empty((num_rows,) if found.width is None else (num_rows, found.width), found.value_dtype)
+        schema = self.column(column)
+        return np.empty((num_rows,) if schema.width is None else (num_rows, schema.width), schema.value_dtype)
 
     def chunks(self, column: str) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield ``(first row, rows)`` for each chunk, in order."""
@@ -279,9 +279,14 @@ class AbstractRowTable(ABC):
     def _raise_incomplete(self, chunk: int) -> NoReturn:
         first, stop = self.chunk_range(chunk)
         pending = int((~self.done()[first:stop]).sum())
+        rows = f"Rows {first} to {stop - 1} (chunk {chunk}) of {self._where} are"
+        if not pending:
+            raise IncompleteStoreError(
+                f"{rows} done and not committed yet. If their writer was killed, make its call again: opening the "
+                "table for writing, open_store(path, 'r+').open_table(...), commits them."
+            )
         raise IncompleteStoreError(
-            f"Rows {first} to {stop - 1} (chunk {chunk}) of {self._where} are not complete: "
-            f"{pending} of {stop - first} are pending. Featurize them first; pending() lists them."
+            f"{rows} not complete: {pending} of {stop - first} are pending. Featurize them first; pending() lists them."
         )
 
 

@@ -36,11 +36,11 @@ def check_block(
     rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]], spec: TableSpec
 ) -> RowBlock:
     """Validate rows and values of a ``put`` and return them in stored form; see :meth:`AbstractRowTable.put`."""
-    given = _given_arrays(values, spec)
-    index = _row_index(rows, len(given[0]), spec.num_rows)
+    inputs = _given_arrays(values, spec)
+    index = _row_index(rows, len(inputs[0]), spec.num_rows)
     arrays = tuple(
         stored
-        for array, column in zip(given, spec.columns, strict=True)
+        for array, column in zip(inputs, spec.columns, strict=True)
         for stored in StoredRows.encode(column, _cast(array, column, index)).arrays
     )
     if isinstance(index, range):
@@ -70,9 +70,9 @@ def short_list(items: Sequence[Any] | NDArray[Any]) -> str:
 def _given_arrays(values: Mapping[str, NDArray[Any]], spec: TableSpec) -> list[NDArray[Any]]:
     names = [column.name for column in spec.columns]
     if not isinstance(values, Mapping) or set(values) != set(names):
-        seen = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+        actual = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
         raise InvalidInputError(
-            f"Expected values for the columns {names}, got {seen}. Give one array per column."
+            f"Expected values for the columns {names}, got {actual}. Give one array per column."
         )
     arrays = [_given_array(values[column.name], column) for column in spec.columns]
     counts = {column.name: len(array) for column, array in zip(spec.columns, arrays, strict=True)}
@@ -87,9 +87,9 @@ def _given_arrays(values: Mapping[str, NDArray[Any]], spec: TableSpec) -> list[N
 
 def _given_array(array: object, column: Column) -> NDArray[Any]:
     if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
-        seen = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise InvalidInputError(
-            f"{column.name} must be a NumPy array of a real floating dtype, got {seen}. Convert it first."
+            f"{column.name} must be a NumPy array of a real floating dtype, got {kind}. Convert it first."
         )
     expected = 1 if column.width is None else 2
     if array.ndim != expected or (expected == 2 and array.shape[1] != column.width):

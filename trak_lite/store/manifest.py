@@ -80,11 +80,11 @@ class StoredValues(dict[str, Any]):
                 continue
             if inner and not (isinstance(value, dict) and inner in value):
                 continue
-            found = value[inner] if inner else value
-            if type(found) not in types and not (found is None and name not in _NEVER_NONE):
+            setting = value[inner] if inner else value
+            if type(setting) not in types and not (setting is None and name not in _NEVER_NONE):
                 raise CorruptStoreError(
-                    f"{self._where} has values of other types than trak_lite writes: {path} is {found!r:.100}. Restore "
-                    "the file from a backup, or use another path."
+                    f"{self._where} has values of other types than trak_lite writes: {path} is {setting!r:.100}. "
+                    "Restore the file from a backup, or use another path."
                 )
         return value
 
@@ -110,7 +110,7 @@ class Manifest:
 
 def compare_fingerprints(
     stored: Mapping[str, Any],
-    given: Mapping[str, Any],
+    requested: Mapping[str, Any],
     *,
     where: str,
     remedy: str = "Use the stored settings (Attributor.open), or another path.",
@@ -119,12 +119,12 @@ def compare_fingerprints(
 
     Args:
         stored: Stored fingerprint.
-        given: Requested fingerprint.
+        requested: Requested fingerprint.
         where: Name of the store or table in the error message.
         remedy: Last sentence of the error message.
 
     Raises:
-        ManifestMismatchError: Names every differing key, up to fifty, with its stored and given value.
+        ManifestMismatchError: Names every differing key, up to fifty, with its stored and requested value.
 
     Example:
         >>> compare_fingerprints({"seed": 0}, {"seed": 1}, where="run.zarr")
@@ -133,7 +133,7 @@ def compare_fingerprints(
         trak_lite.errors.ManifestMismatchError: run.zarr was made with other settings: seed is 0 there, 1 here. \
 Use the stored settings (Attributor.open), or another path.
     """
-    differing = differing_keys(stored, given)
+    differing = differing_keys(stored, requested)
     if differing:
         changes = [_change(*one) for one in differing]
         more = [f"and {len(changes) - _MOST_NAMED} more"] if len(changes) > _MOST_NAMED else []
@@ -142,26 +142,26 @@ Use the stored settings (Attributor.open), or another path.
 
 
 def replaced_fingerprint(
-    manifest: Manifest, known: Mapping[str, Any], given: Mapping[str, Any], *, where: str
+    manifest: Manifest, expected: Mapping[str, Any], new: Mapping[str, Any], *, where: str
 ) -> Manifest:
-    """Return the manifest with the fingerprint ``given``, if its current one equals ``known`` or ``given``.
+    """Return the manifest with the fingerprint ``new``, if its current one equals ``expected`` or ``new``.
 
     Raises:
-        ManifestMismatchError: Otherwise; names every key that differs from ``known``.
+        ManifestMismatchError: Otherwise; names every key that differs from ``expected``.
     """
-    if differing_keys(manifest.fingerprint, given):
-        compare_fingerprints(manifest.fingerprint, known, where=where)
-    return replace(manifest, fingerprint=dict(given))
+    if differing_keys(manifest.fingerprint, new):
+        compare_fingerprints(manifest.fingerprint, expected, where=where)
+    return replace(manifest, fingerprint=dict(new))
 
 
-def differing_keys(stored: Mapping[str, Any], given: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return ``(key, stored, given)`` for each differing key; a missing value is ``"absent"``.
+def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return ``(key, stored, requested)`` for each differing key; a missing value is ``"absent"``.
 
     Example:
         >>> differing_keys({"projector": {"seed": 0, "kind": "mask"}}, {"projector": {"seed": 1, "kind": "mask"}})
         [('projector.seed', 0, 1)]
     """
-    left, right = _flatten(stored), _flatten(given)
+    left, right = _flatten(stored), _flatten(requested)
     absent = "absent"
     return [
         (key, left.get(key, absent), right.get(key, absent))

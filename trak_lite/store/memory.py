@@ -90,14 +90,14 @@ class MemoryRowTable(AbstractRowTable):
             self._refuse_claimed(chunk)
         runs = [run for runs in block.runs.values() for run in runs]
         starts = [run.chunk * self.spec.chunk_rows for run in runs]
-        places = [slice(s + r.rows.start, s + r.rows.stop) for s, r in zip(starts, runs, strict=True)]
-        done = [place.start + i for place in places for i in np.flatnonzero(self._rows.done[place]).tolist()]
+        spans = [slice(s + r.rows.start, s + r.rows.stop) for s, r in zip(starts, runs, strict=True)]
+        done = [span.start + i for span in spans for i in np.flatnonzero(self._rows.done[span]).tolist()]
         if done:
             raise self._are_done(done)
-        for place, run in zip(places, runs, strict=True):
+        for span, run in zip(spans, runs, strict=True):
             for target, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
-                target[place] = array[run.source]
-            self._rows.done[place] = True
+                target[span] = array[run.source]
+            self._rows.done[span] = True
 
     @contextlib.contextmanager
     def claim(self, chunk: int) -> Iterator[NDArray[np.int64]]:
@@ -126,9 +126,9 @@ class MemoryRowTable(AbstractRowTable):
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
         """Return the rows of a complete chunk; see :meth:`AbstractRowTable.stored_chunk`."""
         first, stop = self.chunk_range(chunk)
-        found = self.column(column)
+        schema = self.column(column)
         self._require_complete(chunk)
-        rows = self._stored(found)[first:stop]
+        rows = self._stored(schema)[first:stop]
         for array in rows.arrays:
             array.flags.writeable = False
         return rows
@@ -254,8 +254,8 @@ class MemoryFeatureStore(RecordedFeatureStore):
         return self._contents.tables[path].spec
 
     def _tables_below(self, start: str, listed: Set[str], *, nested: bool = True) -> Iterator[str]:
-        found = (path for path in self._contents.tables if path.startswith(start))
-        return (path for path in found if nested or "/" not in path[len(start) :])
+        paths = (path for path in self._contents.tables if path.startswith(start))
+        return (path for path in paths if nested or "/" not in path[len(start) :])
 
     def _is_lost(self, path: str) -> bool:
         return False

@@ -202,9 +202,9 @@ def _by_loop(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {name: torch.stack(column) for name, *column in zip(names, *rows, strict=True)}
 
 
-def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
+def _assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
     for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-11), (
-            f"The gradients of {name} differ by up to {float((found[name] - value).abs().max()):.3g}."
+        assert torch.allclose(actual[name], value, rtol=1e-10, atol=1e-11), (
+            f"The gradients of {name} differ by up to {float((actual[name] - value).abs().max()):.3g}."
         )

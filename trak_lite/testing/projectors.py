@@ -70,14 +70,14 @@ class ProjectorTests(ABC):
         grads = _gradients(0)
         features = _project(projector, grads)
         rows = _random(1, 3, features.shape[1])
-        found = projector.adjoint(rows, model_id=0, parameters=_SHAPES)
-        if found is None:
+        adjoint = projector.adjoint(rows, model_id=0, parameters=_SHAPES)
+        if adjoint is None:
             return
 
         shapes = {name: (3, *shape) for name, shape in _SHAPES.items()}
-        assert {name: tuple(part.shape) for name, part in found.items()} == shapes
+        assert {name: tuple(part.shape) for name, part in adjoint.items()} == shapes
         products = [
-            grad.reshape(_NUM_SAMPLES, -1) @ found[name].reshape(3, -1).T for name, grad in grads.items()
+            grad.reshape(_NUM_SAMPLES, -1) @ adjoint[name].reshape(3, -1).T for name, grad in grads.items()
         ]
         _assert_close(features.double() @ rows.T, torch.stack(products).sum(0))
 
@@ -209,8 +209,8 @@ class RandomProjectorTests(ProjectorTests):
         shapes = {"first": (40, 11), "second": (13,)}
         generator = torch.Generator().manual_seed(0)
         common = {name: torch.randn(1, *shape, generator=generator) for name, shape in shapes.items()}
-        own = {name: torch.randn(24, *shape, generator=generator) for name, shape in shapes.items()}
-        grads = {name: common[name] + own[name] for name in shapes}
+        noise = {name: torch.randn(24, *shape, generator=generator) for name, shape in shapes.items()}
+        grads = {name: common[name] + noise[name] for name in shapes}
         flat = torch.cat([grad.flatten(1) for grad in grads.values()], 1).double()
         norms = flat.norm(dim=1)
         for seed in range(5):

@@ -150,30 +150,30 @@ class Replay:
     def scores(self, block: int | None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; nothing is stored."""
         count, size = len(self._targets), self.size(block)
-        starts, found = range(0, count, size), np.empty((len(self._run.weights), count), np.float32)
+        starts, scores = range(0, count, size), np.empty((len(self._run.weights), count), np.float32)
         with self.progress(len(starts)) as done:
             for start in starts:
-                places = np.arange(start, min(start + size, count))
-                found[:, places] = self.block(places, None, done).T
-        return found
+                targets = np.arange(start, min(start + size, count))
+                scores[:, targets] = self.block(targets, None, done).T
+        return scores
 
-    def block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
+    def block(self, targets: NDArray[np.int64], file: Path | None, done: KeptProgress) -> NDArray[np.float32]:
         """Return the scores of a block of targets, ``(m, N)``; finished segments are kept in a file."""
         failures = naming_failures(self._run.program.model, "differentiate a training step of")
         with repeatable(self._run.device), failures:
-            columns = self._block(places, file, done)
+            columns = self._block(targets, file, done)
         wrong = ~columns.isfinite().all(1)
         if bool(wrong.any()):
             raise NonFiniteError(
-                f"The derivatives of targets {places[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
+                f"The derivatives of targets {targets[wrong.cpu().numpy()][:5].tolist()} are NaN or infinite. "
                 f"The training is too rough to be differentiated. {self._run.advice()}"
             )
         self._compared = True
         return columns.float().cpu().numpy()
 
-    def _block(self, places: NDArray[np.int64], file: Path | None, done: KeptProgress) -> Tensor:
+    def _block(self, targets: NDArray[np.int64], file: Path | None, done: KeptProgress) -> Tensor:
         """Return the derivatives of a block of targets, ``(m, N)``."""
-        run, chunk = self._run, self._chunk(len(places))
+        run, chunk = self._run, self._chunk(len(targets))
         bounds = [number for number in run.states.numbers() if number < run.num_steps]
         reached = run.num_steps
         stored = None if file is None or not file.exists() else _stored(file, run)
@@ -182,9 +182,9 @@ class Replay:
             cotangents = unflat(stored[0])
             done.advance(run.num_steps - reached)
         else:
-            cotangents = self._target_gradients(places)
+            cotangents = self._target_gradients(targets)
             wide = torch.promote_types(run.weights.dtype, torch.float32)
-            columns = torch.zeros(len(places), len(run.weights), dtype=wide, device=run.device)
+            columns = torch.zeros(len(targets), len(run.weights), dtype=wide, device=run.device)
         for first in reversed([number for number in bounds if number < reached]):
             for number, state in self._backwards(first, run.states.get(first), reached):
                 if not self._compared and number == reached - 1:  # other blocks repeat the same steps
@@ -229,14 +229,14 @@ class Replay:
         single = len(parts) == 1  # several are computed again below: together they would not fit in memory
         first = gradient(0, parts[0])
         total = first[0]
-        for place, part in enumerate(parts[1:], 1):
-            total = {name: total[name] + g for name, g in gradient(place, part)[0].items()}
+        for index, part in enumerate(parts[1:], 1):
+            total = {name: total[name] + g for name, g in gradient(index, part)[0].items()}
         _, update_back = _vjp(lambda before, g: program.update(before, g, number), state, total)
         result, inner = vmap(update_back)(cotangents)
         targets = len(next(iter(cotangents.parameters.values())))
         fitting = chunk if chunk < targets else None  # a single chunk would be copied
-        for place, part in enumerate(parts):
-            back = first[1] if single else gradient(place, part)[1]
+        for index, part in enumerate(parts):
+            back = first[1] if single else gradient(index, part)[1]
             products, by_row = vmap(back, chunk_size=fitting)(inner)
             for name, product in products.items():
                 result.parameters[name].add_(product)
@@ -245,11 +245,11 @@ class Replay:
         return State(*tree_map(Tensor.contiguous, tuple(result)))
 
     def _gradient(
-        self, number: int, state: State, size: int, place: int, part: Part
+        self, number: int, state: State, size: int, index: int, part: Part
     ) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
         """Return the gradient of a part of a step, and its product with the derivatives by parameters and weights."""
         run, program = self._run, self._run.program
-        key = step_key(run.recipe.seed, number, place, run.device)
+        key = step_key(run.recipe.seed, number, index, run.device)
         weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
         return _vjp(
             lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
@@ -265,10 +265,10 @@ class Replay:
         """
         run = self._run
         part = run.parts(0)[0]
-        found, back = self._gradient(0, run.states.get(0), len(part.rows), 0, part)
-        expected = float(sum(g.double().square().sum() for g in found.values()))
+        gradient, back = self._gradient(0, run.states.get(0), len(part.rows), 0, part)
+        expected = float(sum(g.double().square().sum() for g in gradient.values()))
         weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
-        product = float((weights.double() * back(found)[1].double()).sum())
+        product = float((weights.double() * back(gradient)[1].double()).sum())
         if abs(product - expected) > _TOLERANCE * expected:
             raise UnsupportedModelError(
                 f"{type(run.program.model).__name__} has an operation whose derivative torch treats as a constant, so "
@@ -288,29 +288,29 @@ class Replay:
         tensors = [state.parameters, [*run.frozen], take_rows(part.batch, range(len(rows)))]
         at, fixed, batch = map_tensors(widened, tensors)
         weights = run.weights[torch.from_numpy(rows).to(run.device)].double()
-        given = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(rows)
+        args = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(rows)
         return _require_differences(
             "second derivatives of a training step",
-            lambda values: run.program.plain_gradient(values, *given),
-            lambda at, c: _vjp(lambda values: run.program.gradient(values, *given), at)[1](c)[0],
+            lambda values: run.program.plain_gradient(values, *args),
+            lambda at, c: _vjp(lambda values: run.program.gradient(values, *args), at)[1](c)[0],
             at,
             self._moved,
         )
 
-    def _target_gradients(self, places: NDArray[np.int64]) -> State:
+    def _target_gradients(self, targets: NDArray[np.int64]) -> State:
         """Return the gradients of the targets' outputs at the trained parameters as cotangents of the last state."""
         run, final = self._run, self._run.final
         model = run.model()
         self._task.prepare(model)
-        found: list[Named] = []
+        gradients: list[Named] = []
 
         def output(values: Named, frozen: Frozen, batch: Batch) -> Tensor:
             call = ModelCall(model, {**frozen.parameters, **values}, frozen.buffers)
             return self._task.evaluate(call, batch).output.sum()
 
-        for _, batch in self._targets.batches([places[i : i + 1] for i in range(len(places))]):
+        for _, batch in self._targets.batches([targets[i : i + 1] for i in range(len(targets))]):
             moved = move_batch(batch, run.device)
-            is_first = not self._compared and not found
+            is_first = not self._compared and not gradients
             if is_first:
                 leaves = {name: value.detach().requires_grad_() for name, value in final.parameters.items()}
                 passed = partial(output, leaves, run.frozen)
@@ -322,9 +322,9 @@ class Replay:
             if is_first and fit_in_float64(tree_leaves([final.parameters, *run.frozen])):
                 at, fixed, wide = map_tensors(widened, [final.parameters, [*run.frozen], moved])
                 self._check_target(partial(output, frozen=Frozen(*fixed), batch=wide), at)
-            found.append(gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
-        stacked = {name: torch.stack([one[name] for one in found]) for name in final.parameters}
-        count = len(places)
+            gradients.append(gradient_of(partial(output, frozen=run.frozen, batch=moved), final.parameters))
+        stacked = {name: torch.stack([one[name] for one in gradients]) for name in final.parameters}
+        count = len(targets)
         slots = tree_map(lambda value: value.new_zeros(count, *value.shape), final.slots)
         return State(stacked, slots)
 
@@ -389,10 +389,10 @@ def _require_differences(
             if not apart <= allowed * expected:  # a kink, rounding, or weights that have grown without bound
                 continue
             products = back(at, {name: one / norms[name].clamp(min=1e-300) for name, one in short.items()})
-            found = float(sum((along[name] * one).sum() for name, one in products.items()))
-            if abs(found - expected) <= 3.0 * allowed * expected:
+            product = float(sum((along[name] * one).sum() for name, one in products.items()))
+            if abs(product - expected) <= 3.0 * allowed * expected:
                 return True
-            wrong = abs(found - expected) / expected
+            wrong = abs(product - expected) / expected
             break
     except MODEL_FAILURES as error:
         refuse_machine_failure(error)

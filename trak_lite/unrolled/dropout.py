@@ -90,8 +90,8 @@ class SeededDropout(TorchFunctionMode):
         elif func in _WHOLE:  # without the axes of a channel
             shape = shape[: len(shape) - _WHOLE[func] + 2]
         self._calls += 1
-        places = torch.arange(math.prod(shape), device=self._key.device).reshape(shape)
-        bits = mixed(mixed(self._key + self._calls) + places * STEP)
+        positions = torch.arange(math.prod(shape), device=self._key.device).reshape(shape)
+        bits = mixed(mixed(self._key + self._calls) + positions * STEP)
         uniform = shifted(bits, 40).to(torch.float32) * 2.0**-24  # 24 bits, which float32 holds exactly
         mask = (uniform >= p).to(input.dtype) / (1 - p if p < 1 else 1.0)
         mask = mask.reshape(*shape, *[1] * (input.dim() - len(shape)))
@@ -105,5 +105,5 @@ def _is_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         return True
     if func is F.multi_head_attention_forward and not kwargs.get("training", True):
         return False
-    name, place = argument
-    return bool(args[place] if len(args) > place else kwargs.get(name, False))
+    name, position = argument
+    return bool(args[position] if len(args) > position else kwargs.get(name, False))

@@ -175,13 +175,13 @@ class TrainingSettings:
 
     def orders(self, *, num_rows: int, seed: int, first: int = 0) -> Iterator[NDArray[np.int64]]:
         """Yield :meth:`order` of all steps from ``first`` on, without end; each epoch is permuted once."""
-        start, place = divmod(first, math.ceil(num_rows / self.batch_size))
+        start, step = divmod(first, math.ceil(num_rows / self.batch_size))
         for epoch in itertools.count(start):
             generator = np.random.default_rng((int(seed) % (1 << 64), epoch))  # negative seeds as in torch
             permutation = generator.permutation(num_rows)
             parts = rows_in_batches(permutation, self.batch_size)
-            yield from parts[place:]
-            place = 0
+            yield from parts[step:]
+            step = 0
 
     def model(self, seed: int) -> nn.Module:
         """Return a new model with the initial weights of a seed; the state of torch's generator is restored."""
@@ -223,10 +223,10 @@ class Program:
     def parts(self, rows: NDArray[np.int64]) -> list[Part]:
         """Return the samples of a batch of rows ``(b,)`` or ``(R, b)``, in as many parts as the recipe asks for."""
         pieces = np.array_split(rows, min(self.recipe.accumulate, rows.shape[-1]), axis=-1)
-        found = self.recipe.rows.batches([piece.reshape(-1) for piece in pieces])
+        batches = self.recipe.rows.batches([piece.reshape(-1) for piece in pieces])
         return [
             Part(piece, _shaped(move_batch(batch, self.device), piece.shape))
-            for piece, (_, batch) in zip(pieces, found, strict=True)
+            for piece, (_, batch) in zip(pieces, batches, strict=True)
         ]
 
     def plain_gradient(
@@ -246,8 +246,8 @@ class Program:
         def total(values: Named) -> Tensor:
             return _total(self._losses(values, frozen, batch, key), weights, size)
 
-        found: Named = grad(total)(parameters)
-        return found
+        gradient: Named = grad(total)(parameters)
+        return gradient
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
@@ -268,8 +268,8 @@ class Program:
 
     def _optimized(self, state: State, gradients: Named, number: int) -> State:
         factor = rate_factor(self.recipe, number)
-        found = self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
-        return State(*tree_map(Tensor.contiguous, tuple(found)))
+        updated = self.recipe.optimizer.step(state, gradients, factor=factor, number=number)
+        return State(*tree_map(Tensor.contiguous, tuple(updated)))
 
     def step(
         self,
@@ -289,11 +289,11 @@ class Program:
         losses = vmap(self._losses) if many else self._losses
         size = sum(part.rows.shape[-1] for part in parts)
         total: Named = {}
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             rows = torch.from_numpy(part.rows).to(weights.device)
-            given = (frozen, part.batch, step_key(seed, number, place, self.device))
-            found = _gradient(losses, state.parameters, given, weights.gather(-1, rows), size)
-            total = {name: total[name] + g for name, g in found.items()} if total else found
+            args = (frozen, part.batch, step_key(seed, number, index, self.device))
+            gradient = _gradient(losses, state.parameters, args, weights.gather(-1, rows), size)
+            total = {name: total[name] + g for name, g in gradient.items()} if total else gradient
         if not many:
             return self.update(state, total, number)
         if self.recipe.clip_norm is not None:
@@ -360,27 +360,29 @@ def through_the_call(what: str, model: nn.Module, trained: Container[str], value
     """Return ``values()``; raise if they depend on the trained tensors of the module, which a call replaces."""
     random = RandomState.on({torch.device("cpu"), model_device(model)})
     right = values()  # first, because code may keep something at its first call
-    own = [(p, p.data) for name, p in model.named_parameters() if name in trained and type(p.data) is Tensor]
+    originals = [
+        (p, p.data) for name, p in model.named_parameters() if name in trained and type(p.data) is Tensor
+    ]
 
     def is_read(other: float) -> bool:
         """Whether the values are others with a number in place of all trained entries of the module."""
-        found = None
+        output = None
         try:
-            for parameter, value in own:
+            for parameter, value in originals:
                 parameter.data = value.new_full((), other).expand(value.shape)
-            found = values()
+            output = values()
         except Exception as error:  # it reads the number, or raises without it too
             refuse_machine_failure(error)
             logger.debug("The %s with %s in the module: %.200s", what, other, error)
         finally:
-            for parameter, value in own:
+            for parameter, value in originals:
                 parameter.data = value
-        if not isinstance(found, Tensor) or found.shape != right.shape:
+        if not isinstance(output, Tensor) or output.shape != right.shape:
             return True
-        if not torch.equal(found.isfinite(), right.isfinite()):
+        if not torch.equal(output.isfinite(), right.isfinite()):
             return True
         # Values that are others in every call, with random numbers or a counter of calls, tell nothing.
-        return not random.has_moved() and not _is_close(found, right) and _is_close(values(), right)
+        return not random.has_moved() and not _is_close(output, right) and _is_close(values(), right)
 
     # A comparison with NaN is False, and so may be that with any one number.
     if isinstance(right, Tensor) and any(map(is_read, (torch.nan, -3.0))):
@@ -392,12 +394,12 @@ def through_the_call(what: str, model: nn.Module, trained: Container[str], value
     return right
 
 
-def _is_close(found: Any, right: Tensor) -> bool:
+def _is_close(value: Any, right: Tensor) -> bool:
     """Return whether two values are the same where ``right`` is finite, but for rounding, as of sums in any order."""
-    if not isinstance(found, Tensor) or found.shape != right.shape:
+    if not isinstance(value, Tensor) or value.shape != right.shape:
         return False
     finite = right.isfinite()
-    apart = (found - right).detach()[finite].abs()
+    apart = (value - right).detach()[finite].abs()
     eps = torch.finfo(right.dtype).eps if right.is_floating_point() else 0.0
     return not apart.numel() or bool((apart <= eps**0.75 * right.detach()[finite].abs().max()).all())
 
@@ -419,10 +421,10 @@ def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
 
 
 def _gradient(
-    losses: Callable[..., Tensor], parameters: Named, given: tuple[Any, ...], weights: Tensor, size: int
+    losses: Callable[..., Tensor], parameters: Named, args: tuple[Any, ...], weights: Tensor, size: int
 ) -> Named:
-    """Return the gradient of the total of ``losses(parameters, *given)``, which cannot be differentiated again."""
-    return gradient_of(lambda leaves: _total(losses(leaves, *given), weights, size), parameters)
+    """Return the gradient of the total of ``losses(parameters, *args)``, which cannot be differentiated again."""
+    return gradient_of(lambda leaves: _total(losses(leaves, *args), weights, size), parameters)
 
 
 def gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
@@ -432,8 +434,8 @@ def gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
         number = output(leaves)
         if not number.requires_grad:
             return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-        found = torch.autograd.grad(number, list(leaves.values()), materialize_grads=True)
-        return dict(zip(leaves, found, strict=True))
+        gradients = torch.autograd.grad(number, list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True))
 
 
 def _shaped(batch: Batch, shape: tuple[int, ...]) -> Batch:
@@ -500,20 +502,20 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self.names.add(func.__name__)
-        given = {id(storage) for storage in _storages((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        self.dtypes.update(leaf.dtype for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-        for storage in _storages(found):
-            place, size = id(storage), storage.nbytes()
-            if place not in given and place not in self._known:
-                self._known.add(place)
+        inputs = {id(storage) for storage in _storages((args, kwargs))}
+        output = func(*args, **(kwargs or {}))
+        self.dtypes.update(leaf.dtype for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        for storage in _storages(output):
+            key, size = id(storage), storage.nbytes()
+            if key not in inputs and key not in self._known:
+                self._known.add(key)
                 self._now += size
-                weakref.finalize(storage, self._freed, place, size)
+                weakref.finalize(storage, self._freed, key, size)
         self.peak_bytes = max(self.peak_bytes, self._now)
-        return found
+        return output
 
-    def _freed(self, place: int, size: int) -> None:
-        self._known.discard(place)
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
         self._now -= size
 
 

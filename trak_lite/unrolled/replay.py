@@ -34,7 +34,7 @@ from trak_lite.modelout_functions._base import TaskFunction
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
-from trak_lite.run.tables import SCORES, path_of, score_table_spec
+from trak_lite.run.tables import SCORES, first_score_path, replay_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries, ScoreRecord
@@ -95,27 +95,27 @@ def unrolled(
         ManifestMismatchError: If other targets or another task are stored under the name, or the training has changed
             since it was stored.
     """
-    given = list(runs) if isinstance(runs, Sequence) else [runs]
-    if not all(isinstance(run, TrainingRun) for run in given):
+    run_list = list(runs) if isinstance(runs, Sequence) else [runs]
+    if not all(isinstance(run, TrainingRun) for run in run_list):
         raise InvalidInputError(f"unrolled takes finished runs, recipe.train(path), got {runs!r:.100}.")
-    trained_on = {canonical_json(run.fingerprint["data"]) for run in given}
-    if len(trained_on) != 1 or len({run.digest for run in given}) < len(given):
+    trained_on = {canonical_json(run.fingerprint["data"]) for run in run_list}
+    if len(trained_on) != 1 or len({run.digest for run in run_list}) < len(run_list):
         raise InvalidInputError("Pass one run, or different runs (with other seeds) on the same train data.")
     max_bytes, block = positive_int(max_bytes=max_bytes), None if block is None else positive_int(block=block)
     check_name(name, what="target set")
     data, resolved = rows_of(targets, what="the targets"), resolve_task(task)
     replay = partial(Replay, task=resolved, targets=data, max_bytes=max_bytes, progress=progress)
-    found = [_scores_of_run(run, data, resolved, replay, name, block) for run in given]
-    if len(found) == 1:
-        return found[0]
-    method = Unrolled(*given)
-    settings = {**found[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in found]}
-    record = ScoreRecord(name, method, found[0].manifest, settings, task=found[0].task)
-    mean, errors = (np.empty(found[0].shape, np.float32) for _ in range(2))
+    per_run = [_scores_of_run(run, data, resolved, replay, name, block) for run in run_list]
+    if len(per_run) == 1:
+        return per_run[0]
+    method = Unrolled(*run_list)
+    settings = {**per_run[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in per_run]}
+    record = ScoreRecord(name, method, per_run[0].manifest, settings, task=per_run[0].task)
+    mean, errors = (np.empty(per_run[0].shape, np.float32) for _ in range(2))
     for rows in rows_in_batches(np.arange(len(mean)), _MEAN_ROWS):
-        parts = np.stack([scores.rows(rows) for scores in found])
+        parts = np.stack([scores.rows(rows) for scores in per_run])
         mean[rows] = parts.mean(axis=0, dtype=np.float64)
-        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(found))
+        errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(per_run))
     return Scores(HeldMatrix(mean, errors), record)
 
 
@@ -145,7 +145,7 @@ def _scores_of_run(
         return Scores(HeldMatrix(replay(run).scores(block)), record)
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
-    path = path_of("scores", name)
+    path = first_score_path(name)
     spec = score_table_spec(len(run.recipe.rows), len(data), fingerprint)
     outputs = outputs_of_model(run.model(), task, data, run.device)
     now = {_OUTPUTS: outputs.tolist(), "conditions": conditions()}
@@ -158,11 +158,11 @@ def _scores_of_run(
             )
         blocks = _SharedBlocks(run, workspace, path, spec, now)
         if lazy.table is None or not lazy.table.complete:
-            found = blocks.scores(replay(run), block)
-            if found is not None:
+            matrix = blocks.scores(replay(run), block)
+            if matrix is not None:
                 with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
-                        work.put(rows, {SCORES: found[rows]})
+                        work.put(rows, {SCORES: matrix[rows]})
         if blocks.are_scores():
             blocks.forget()
     reader = workspace.reader()
@@ -196,7 +196,7 @@ class _SharedBlocks:
         """Find the blocks for a table of scores; those of another task are removed."""
         assert run.path is not None  # the scores are stored
         self._run, self._workspace, self._scores, self._spec, self._now = run, workspace, scores, spec, now
-        self._path = path_of("replays", identity=spec.fingerprint)
+        self._path = replay_path(identity=spec.fingerprint)
         self._folder = run.path / self._path
         if not _has_outputs(workspace, self._path, now, run.recipe.train_id):
             logger.info("The replay starts again, because f of the targets has changed.")
@@ -258,8 +258,8 @@ class _SharedBlocks:
                 chunk = int(pending[0]) // size
                 targets = np.arange(*table.chunk_range(chunk))
                 file = self._folder / f"block-{targets[0]:09d}.safetensors"
-                found = replay.block(targets, file, done)
-                work.put(pending, {SCORES: found[pending - targets[0]]})
+                scores = replay.block(targets, file, done)
+                work.put(pending, {SCORES: scores[pending - targets[0]]})
                 counted.add(chunk)
                 file.unlink(missing_ok=True)
                 count_others()

@@ -146,14 +146,14 @@ class TrainingRun:
             return self._held
         file = self.path / RUN
         try:
-            found = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
+            record = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
         except ValueError as error:
             raise CorruptStoreError(
                 f"{file} cannot be read ({error}). Delete the folder and train again."
             ) from error
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
-        return found
+        return record
 
     def _note(self, **values: Any) -> None:
         record = {**self._record(), **values}
@@ -220,9 +220,9 @@ class TrainingRun:
 
             # Another process, perhaps with other threads, may have continued the run after its first segment.
             here = exact and first == numbers[0]
-            found = compare(self.states.get(last), repeat, self._distance(first, last), exact=here)
-            if found.is_random or not found.is_same:
-                raise ManifestMismatchError(_changed(first, last, found.apart))
+            comparison = compare(self.states.get(last), repeat, self._distance(first, last), exact=here)
+            if comparison.is_random or not comparison.is_same:
+                raise ManifestMismatchError(_changed(first, last, comparison.apart))
             logger.info("Steps %d to %d were repeated and lead to the stored weights.", first, last - 1)
 
     def _distance(self, first: int, last: int) -> Callable[[State, State], float]:
@@ -240,8 +240,8 @@ class TrainingRun:
         numbers = [number for number in self.states.numbers() if number]
         ends = np.linspace(0, len(numbers), positive_int(count=count) + 1)[1:]
         chosen = np.unique(np.maximum(ends.round().astype(int) - 1, 0))
-        own = self.program.model.state_dict()
-        return [{**own, **self.states.get(numbers[place]).parameters} for place in chosen]
+        state = self.program.model.state_dict()
+        return [{**state, **self.states.get(numbers[index]).parameters} for index in chosen]
 
     def __repr__(self) -> str:
         return f"TrainingRun({self.num_steps} steps on {len(self.weights)} rows, {self.path or 'in memory'})"
@@ -293,10 +293,10 @@ class TrainingRun:
         flat = [torch.cat([some[name].detach().flatten() for name in names]).double() for some in trained]
         total = (flat[2] - flat[0]).abs()
         agree = torch.sign(flat[1] - flat[0]) * torch.sign(flat[2] - flat[1])
-        found = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
+        smoothness = float((agree * total).sum() / total.sum()) if float(total.sum()) else 1.0
         if usual:
-            self._note(metasmoothness=found)
-        return found
+            self._note(metasmoothness=smoothness)
+        return smoothness
 
     @property
     def leave_out_fn(self) -> SubsetTraining:
@@ -328,8 +328,8 @@ class TrainingRun:
         Raises:
             InvalidInputError: If it has not; names the first five.
         """
-        own = {bare_name(name): list(p.shape) for name, p in self.program.model.named_parameters()}
-        wrong = [name for name, shape in shapes.items() if own.get(bare_name(name)) != list(shape)]
+        model_shapes = {bare_name(name): list(p.shape) for name, p in self.program.model.named_parameters()}
+        wrong = [name for name, shape in shapes.items() if model_shapes.get(bare_name(name)) != list(shape)]
         if wrong:
             raise InvalidInputError(
                 f"The scores were made with another architecture than that of the run, which has no parameters "
@@ -339,12 +339,12 @@ class TrainingRun:
 
 def _folder(path: str | PathLike[str] | None) -> Path | None:
     """Return the path of a run's folder with its links resolved: below it no link is followed."""
-    place = None if path is None else resolve_place(path)
-    if isinstance(place, RemotePlace):
-        raise InvalidInputError(f"A run is stored in a local folder, got {place}. Pass the path of a folder.")
-    if place is not None and (Path(place) / "zarr.json").exists():
-        raise InvalidInputError(f"{place} is a store of features. Pass another folder for the run.")
-    return None if place is None else Path(place).resolve()
+    root = None if path is None else resolve_place(path)
+    if isinstance(root, RemotePlace):
+        raise InvalidInputError(f"A run is stored in a local folder, got {root}. Pass the path of a folder.")
+    if root is not None and (Path(root) / "zarr.json").exists():
+        raise InvalidInputError(f"{root} is a store of features. Pass another folder for the run.")
+    return None if root is None else Path(root).resolve()
 
 
 @final

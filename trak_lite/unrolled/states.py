@@ -63,12 +63,12 @@ def load_tensors(path: Path, device: torch.device, run: str) -> tuple[Named, int
         with safe_open(path, framework="pt", device="cpu") as file:  # the format does not know every device
             # Bits depend on the order, in which a norm is summed, and on the alignment, which a mapped file has not.
             step, names = parse_json(file.metadata()[SEAL][len(BLANK) :].encode())
-            found = {name: file.get_tensor(name).clone() for name in names}
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except (OSError, ValueError, TypeError, AttributeError, KeyError, SafetensorError) as error:
         raise CorruptStoreError(
             f"{path} cannot be read ({error!s:.200}). Delete it, and make the call again."
         ) from error
-    return {name: to_device(tensor, device) for name, tensor in found.items()}, int(step)
+    return {name: to_device(tensor, device) for name, tensor in tensors.items()}, int(step)
 
 
 class StateFiles:

@@ -70,19 +70,19 @@ class SubsetTraining:
         return trained_side_by_side(self.recipe, weights, everything if self.keep_order else chosen, seeds)
 
     def _checked(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        found = checked_indices(rows, len(self.recipe.rows), self.recipe.rows.what)
-        if not len(found):
+        indices = checked_indices(rows, len(self.recipe.rows), self.recipe.rows.what)
+        if not len(indices):
             raise InvalidInputError("There is no row to train on. Give the number of at least one train row.")
-        return found
+        return indices
 
     def _weights(self, subsets: Sequence[NDArray[np.int64]]) -> Tensor:
         """Return the weights of the rows of each subset and 0 for the others, ``(R, N)``."""
         ones = torch.ones(len(self.recipe.rows), device="cpu")
         used = ones if self.row_weights is None else self.row_weights.cpu()
         weights = used.new_zeros(len(subsets), len(used))
-        for place, subset in enumerate(subsets):
+        for index, subset in enumerate(subsets):
             rows = torch.from_numpy(subset)
-            weights[place, rows] = used[rows]
+            weights[index, rows] = used[rows]
         return weights
 
 
@@ -105,9 +105,9 @@ def trained_side_by_side(
             parts = program.parts(rows)
             with naming_failures(models[0], "train several models side by side of", _ONE_BY_ONE):
                 states = program.step(states, frozen, parts, weights, number, numbers)
-    finals = [tree_map(partial(Tensor.select, dim=0, index=place), states) for place in range(len(seeds))]
-    for place, state in enumerate(finals):
-        refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {place + 1} of {len(seeds)}")
+    finals = [tree_map(partial(Tensor.select, dim=0, index=index), states) for index in range(len(seeds))]
+    for index, state in enumerate(finals):
+        refuse_non_finite(state, recipe.steps_for(size) - 1, f" of model {index + 1} of {len(seeds)}")
     return [trained_model(recipe, *one) for one in zip(seeds, models, finals, strict=True)]
 
 
@@ -134,9 +134,9 @@ def trained_alone(
 def trained_model(recipe: TrainingSettings, seed: int, first: nn.Module, state: State) -> nn.Module:
     """Return another model of the same seed as ``first`` with the trained parameters of a state, in eval mode."""
     model = recipe.model(seed)
-    known = {id(thing) for thing in (*first.modules(), *first.parameters())}
+    ids = {id(thing) for thing in (*first.modules(), *first.parameters())}
     for name, thing in (*model.named_modules(), *model.named_parameters()):
-        if id(thing) in known:
+        if id(thing) in ids:
             raise InvalidInputError(
                 f"model_fn returned two models that share {name or 'the whole model'} ({type(thing).__name__}), so "
                 "training one would change the other. Build a new model in every call, or copy the one you have: "

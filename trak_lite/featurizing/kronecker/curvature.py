@@ -176,11 +176,11 @@ class KroneckerCurvature:
     @classmethod
     def of(cls, arrays: Iterable[UnitArrays], device: torch.device) -> Self:
         """Return the curvature from the arrays of all units; raises if one is missing."""
-        return cls([found for unit in arrays for found in unit.curvatures(device)])
+        return cls([curvature for unit in arrays for curvature in unit.curvatures(device)])
 
     def treatments(self) -> dict[str, Treatment]:
         """Return, for every parameter, how its curvature is approximated."""
-        return {name: found.treatment for found in self.units for name in found.basis.unit.names}
+        return {name: unit.treatment for unit in self.units for name in unit.basis.unit.names}
 
 
 @final
@@ -220,11 +220,11 @@ class UnitArrays:
     def curvatures(self, device: torch.device) -> list[UnitCurvature]:
         """Return the curvature of the unit, or of the weight and of the bias."""
         basis = self.basis(device)
-        found = [UnitCurvature(basis, self._tensor("values", device))]
+        curvatures = [UnitCurvature(basis, self._tensor("values", device))]
         if self.unit.bias is not None and basis.unit.bias is None:
             alone = Eigenbasis(self.unit.apart()[1], None, None)
-            found.append(UnitCurvature(alone, self._tensor("bias", device)))
-        return found
+            curvatures.append(UnitCurvature(alone, self._tensor("bias", device)))
+        return curvatures
 
     def _get(self, name: str) -> NDArray[Any] | None:
         return self.keeper.get(f"unit-{self.number}-{name}")
@@ -271,13 +271,13 @@ class Preconditioner:
                 "damping, directions in which no train row has curvature would be divided by zero."
             )
         self._inverses = {
-            found.basis.unit: (found, found.inverse(damping, absolute=absolute, share=share))
-            for found in curvature.units
+            unit.basis.unit: (unit, unit.inverse(damping, absolute=absolute, share=share))
+            for unit in curvature.units
         }
         self.lambdas = {
-            name: float(found.damping_of(damping, absolute=absolute))
-            for found in curvature.units
-            for name in found.basis.unit.names
+            name: float(unit.damping_of(damping, absolute=absolute))
+            for unit in curvature.units
+            for name in unit.basis.unit.names
         }
         """Lambda of every parameter by name; 0 where no train row has curvature."""
 
@@ -304,15 +304,15 @@ class Preconditioner:
     @torch.no_grad()
     def _apply(self, gradient: UnitGradient, parameters: ParameterShapes, sink: BlockSink) -> None:
         """Multiply the gradients of a unit by its inverse and pass them to the sink, a few samples at a time."""
-        found, inverse = self._inverses[gradient.unit]
-        if found.treatment == "diagonal":
+        curvature, inverse = self._inverses[gradient.unit]
+        if curvature.treatment == "diagonal":
             _scale(gradient.block, inverse, tuple(parameters[gradient.block.name]), sink)
             return
         unit = gradient.unit
         # TF32 would put a part of the large directions into small ones, which the inverse amplifies.
         with full_float32(inverse.device):
-            for samples, turned in found.basis.rotated(gradient):
-                matrices = found.basis.back(turned.mul_(inverse.to(turned)))
+            for samples, turned in curvature.basis.rotated(gradient):
+                matrices = curvature.basis.back(turned.mul_(inverse.to(turned)))
                 start = gradient.block.start + samples.start
                 weight = matrices[:, :, : unit.columns]
                 sink(DenseBlock(unit.weight, weight.reshape(-1, *parameters[unit.weight]), start))

@@ -95,9 +95,9 @@ def fit_curvature(
     """
     arrays = unit_arrays(model, grad_wrt, {} if keeper is None else keeper)
     rows = _LossGradients(model, task, batches, method.fitted_to(task), grad_wrt, num_rows)
-    if not all(found.has_basis() for found in arrays):
+    if not all(unit_fit.has_basis() for unit_fit in arrays):
         _fit_bases(arrays, rows)
-    if not all(found.is_complete() for found in arrays):
+    if not all(unit_fit.is_complete() for unit_fit in arrays):
         _fit_values(arrays, rows)
     curvature = KroneckerCurvature.of(arrays, rows.device)
     _report(curvature)
@@ -164,8 +164,8 @@ class _LossGradients:
 
 def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the factors of all units, then decompose them unit by unit."""
-    sums = [UnitSums(found.unit, rows.method.max_side) for found in arrays]
-    sums_of = {name: own for own in sums for name in own.unit.names}
+    sums = [UnitSums(unit_fit.unit, rows.method.max_side) for unit_fit in arrays]
+    sums_of = {name: unit_sums for unit_sums in sums for name in unit_sums.unit.names}
     rows.stream(
         lambda block: sums_of[block.name].add(block, rows.masks),
         after_batch=lambda: None,
@@ -173,11 +173,11 @@ def _fit_bases(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
         first_draw=0,
     )
     sums_of.clear()
-    for found in arrays:
-        _keep_basis(found, sums.pop(0), rows)  # which frees the sums of one unit after the other
+    for unit_fit in arrays:
+        _keep_basis(unit_fit, sums.pop(0), rows)  # which frees the sums of one unit after the other
 
 
-def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None:
+def _keep_basis(unit_fit: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None:
     """Store what the first pass tells of a unit; the eigenvalues of gradients with factors only for K-FAC."""
     unit, scale, joint = sums.unit, rows.scale, sums.is_joint
     zeros = partial(torch.zeros, dtype=torch.float32, device="cpu")
@@ -197,9 +197,9 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
     if unit.bias is not None and not joint:
         bias = scale * (zeros(1, unit.rows) if sums.bias_squares is None else sums.bias_squares)
     if values is not None:
-        found.put(values=values.to(sums.dtype))
+        unit_fit.put(values=values.to(sums.dtype))
     sides = {"bias": bias, "outputs": outputs, "inputs": inputs}
-    found.put(
+    unit_fit.put(
         joint=torch.tensor(float(joint), dtype=torch.float32, device="cpu"),
         **{name: None if side is None else side.to(sums.dtype) for name, side in sides.items()},
     )
@@ -207,8 +207,8 @@ def _keep_basis(found: UnitArrays, sums: UnitSums, rows: _LossGradients) -> None
 
 def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     """Sum the squares of the gradients in the eigenbases."""
-    waiting = [found for found in arrays if not found.is_complete()]
-    bases = [found.basis(rows.device) for found in waiting]
+    waiting = [unit_fit for unit_fit in arrays if not unit_fit.is_complete()]
+    bases = [unit_fit.basis(rows.device) for unit_fit in waiting]
     zero = torch.zeros((), dtype=wide_dtype(rows.device), device=rows.device)
     sums = {basis.unit: zero.new_zeros(basis.unit.rows, basis.unit.width) for basis in bases}
     basis_of = {basis.unit: basis for basis in bases}
@@ -217,14 +217,14 @@ def _fit_values(arrays: Sequence[UnitArrays], rows: _LossGradients) -> None:
     )
     # New labels: with the labels that the basis was fitted to, large eigenvalues would be overestimated.
     rows.stream(joiner.add, after_batch=joiner.finish, keep_factors=False, first_draw=rows.method.draws)
-    for found, basis in zip(waiting, bases, strict=True):
+    for unit_fit, basis in zip(waiting, bases, strict=True):
         dtype = next(side.dtype for side in (basis.outputs, basis.inputs) if side is not None)
-        found.put(values=(rows.scale * sums[basis.unit]).to(dtype))
+        unit_fit.put(values=(rows.scale * sums[basis.unit]).to(dtype))
 
 
 def _report(curvature: KroneckerCurvature) -> None:
     """Log the parameters that contribute nothing, and those that are not approximated by two Kronecker factors."""
-    lost = [name for found in curvature.units if not found.mean for name in found.basis.unit.names]
+    lost = [name for unit in curvature.units if not unit.mean for name in unit.basis.unit.names]
     if lost:
         logger.warning(
             "The curvature of %s is zero or beneath the smallest normal number: these parameters contribute nothing.",
@@ -262,7 +262,7 @@ class KroneckerFits:
 
     def has(self, digest: str) -> bool:
         """Whether the fit of the checkpoint with these weights is complete."""
-        return all(found.is_complete() for found in self._arrays(digest))
+        return all(unit_fit.is_complete() for unit_fit in self._arrays(digest))
 
     def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
         """Return the curvature of the checkpoint with these weights; raises if it is not fitted."""
@@ -299,7 +299,7 @@ class KroneckerFits:
         has no note, and is not compared.
         """
         keeper = self._keeper(digest)
-        begins = not all(found.has_basis() for found in self._arrays(digest))
+        begins = not all(unit_fit.has_basis() for unit_fit in self._arrays(digest))
         noted = None if begins else keeper.get(_NOTED)
         if begins or noted is not None:
             seed = self.method.seed if self.method.fisher == "sampled" else None

@@ -85,7 +85,7 @@ def find_units(model: nn.Module, parameters: ParameterShapes) -> tuple[Unit, ...
     """
     names = {id(p): name for name, p in model.named_parameters() if name in parameters}
     owners = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
-    found: dict[str, Unit] = {}
+    units: dict[str, Unit] = {}
     for module in model.modules():
         if not isinstance(module, _LAYERS):
             continue
@@ -94,17 +94,17 @@ def find_units(model: nn.Module, parameters: ParameterShapes) -> tuple[Unit, ...
             continue
         alone = bias is not None and owners[id(weight)] == owners[id(bias)] == 1
         shape = tuple(weight.shape)
-        found[names[id(weight)]] = Unit(
+        units[names[id(weight)]] = Unit(
             names[id(weight)],
             shape[0],
             math.prod(shape[1:]),
             names.get(id(bias)) if alone else None,
             has_gaps=isinstance(module, nn.Linear),
         )
-    joined = {unit.bias for unit in found.values()}
+    joined = {unit.bias for unit in units.values()}
     matrices = {name: shape if len(shape) >= 2 else (1, *shape) for name, shape in parameters.items()}
     return tuple(
-        found.get(name) or Unit(name, shape[0], math.prod(shape[1:]))
+        units.get(name) or Unit(name, shape[0], math.prod(shape[1:]))
         for name, shape in matrices.items()
         if name not in joined
     )

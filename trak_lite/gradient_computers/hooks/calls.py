@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
 from trak_lite.gradient_computers.randomness import RandomState
-from trak_lite.gradient_computers.recording import ENTRIES
+from trak_lite.gradient_computers.recording import ENTRIES, by_name
 from trak_lite.types import FactoredBlock, LookupBlock, SummedBlock
 
 
@@ -72,9 +72,8 @@ class OperationCall:
         """Return the arguments under these names, in order; a missing one is ``None``."""
         if not self.kwargs:
             return [*self.args[: len(names)], *[None] * (len(names) - len(self.args))]
-        given = dict(zip(names, self.args, strict=False))
-        given.update(self.kwargs)
-        return [given.get(name) for name in names]
+        arguments = by_name(names, self.args, self.kwargs)
+        return [arguments.get(name) for name in names]
 
     def wants(self, value: Any) -> bool:
         """Whether gradients are kept for this argument."""
@@ -130,19 +129,19 @@ def merged(parts: Sequence[Contribution], shape: torch.Size, *, keep_factors: bo
         return parts[0]
     tables = [part for part in parts if isinstance(part, LookupBlock)]
     products = [part for part in parts if isinstance(part, FactoredBlock)]
-    found: list[Contribution] = []
+    summands: list[Contribution] = []
     if tables:
         rows, values = torch.cat([t.rows for t in tables], 1), torch.cat([t.values for t in tables], 1)
-        found.append(LookupBlock("", rows, values, tables[0].num_rows))
+        summands.append(LookupBlock("", rows, values, tables[0].num_rows))
     if products:
-        found.append(_one_product(products, shape, keep_factors))
-    found += [part for part in parts if not isinstance(part, LookupBlock | FactoredBlock)]
-    if len(found) == 1:
-        return found[0]
-    blocks = [part for part in found if isinstance(part, LookupBlock | FactoredBlock)]
-    if len(blocks) == len(found):
+        summands.append(_one_product(products, shape, keep_factors))
+    summands += [part for part in parts if not isinstance(part, LookupBlock | FactoredBlock)]
+    if len(summands) == 1:
+        return summands[0]
+    blocks = [part for part in summands if isinstance(part, LookupBlock | FactoredBlock)]
+    if len(blocks) == len(summands):
         return SummedBlock("", tuple(blocks))
-    return functools.reduce(torch.add, [dense_of(part, shape) for part in found])
+    return functools.reduce(torch.add, [dense_of(part, shape) for part in summands])
 
 
 def _one_product(parts: Sequence[FactoredBlock], shape: torch.Size, keep_factors: bool) -> Contribution:

@@ -27,7 +27,7 @@ from trak_lite.errors import (
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
-from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, path_of, sample_on_path
 from trak_lite.gradient_computers.parameters import (
     Kept,
     ParameterChoice,
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 256
 """Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
-_MAX_PATHS = 8
-"""Largest number of further plans of one structure, for a model that chooses operations by values."""
+_MAX_PATHS = 64
+"""Largest number of plans of one structure, for a model that chooses operations by values."""
 
 
 class _Part(NamedTuple):
@@ -101,8 +101,9 @@ class HookGradientComputer(AbstractStreamingComputer):
     written each time; in train mode buffers are restored.
 
     If a batch runs other operations than the first one because the forward pass reads ``all`` or ``any`` of a tensor (a
-    mask that is left out if no sample is padded), it is planned again from one of its samples. If it reads other
-    values, such a batch is refused.
+    mask that is left out if no sample is padded), or ``max`` or ``min`` of integers (steps to the end of the longest
+    text), it is planned again from one of its samples. If no sample alone runs these operations, or the forward pass
+    reads other values, such a batch is refused.
 
     If the model is sharded by FSDP2 (``fully_shard``), every rank that holds a shard must call each method equally
     often, each with its own samples. The self-check does not run, because its reference is a gradient as large as the
@@ -181,15 +182,15 @@ class HookGradientComputer(AbstractStreamingComputer):
             rows = [*([(positions[0] + 1) % count] if len(positions) == 1 else []), *positions]
             part = take_rows(batch, rows)
             try:
-                with SeenDtypes() as seen:
-                    whole, found = outputs_of(self, [batch])[rows], outputs_of(self, [part])
+                with SeenDtypes() as mode:
+                    whole, part_outputs = outputs_of(self, [batch])[rows], outputs_of(self, [part])
             except MODEL_FAILURES as error:  # of a model for batches of one size
                 refuse_machine_failure(error)
             else:
                 # Mixing of inputs is seen by f alone: hooks follow what depends on parameters.
-                rounding = max(torch.finfo(dtype).eps for dtype in seen.dtypes)
+                rounding = max(torch.finfo(dtype).eps for dtype in mode.dtypes)
                 most = 64 * rounding * float(whole.abs().max())
-                if rounding <= torch.finfo(torch.float32).eps and (whole - found).abs().max() <= most:
+                if rounding <= torch.finfo(torch.float32).eps and (whole - part_outputs).abs().max() <= most:
                     return part, list(range(len(rows) - len(positions), len(rows)))
         return batch, list(positions)
 
@@ -211,9 +212,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         return self.checks.key(key), 8 if plan.flattened or plan.chooses_in_python else 64
 
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
-        if found := [name for name, p in kept.items() if p.is_complex()]:
+        if names := [name for name, p in kept.items() if p.is_complex()]:
             raise UnsupportedModelError(
-                f"{found[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
+                f"{names[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
                 "torch.view_as_complex."
             )
         with self._refusing(batch, self._message), self._prepared(kept) as read:
@@ -228,13 +229,11 @@ class HookGradientComputer(AbstractStreamingComputer):
                     terms.append(self._checked_run(key, plan, part))
                 except UnexpectedPathError as error:
                     # Otherwise a path may depend on sums over samples.
-                    if self._sharded is not None or not (
-                        plan.chooses_in_python and plan.reads_only_quantifiers
-                    ):
+                    if self._sharded is not None or not (plan.chooses_in_python and plan.reads_only_extremes):
                         raise
                     _put(self._plans, key, plan)
-                    key, plan, own = self._run_on_other_path(error, structure, key, part)
-                    terms.append(own)
+                    key, plan, part_terms = self._run_on_other_path(error, structure, key, part)
+                    terms.append(part_terms)
             _put(self._plans, key, plan)
             _put(self._paths, structure, key)
         return joined_terms(terms)
@@ -242,14 +241,14 @@ class HookGradientComputer(AbstractStreamingComputer):
     _stream_checked = _stream_samples  # it compares chunk by chunk
 
     def _planned(self, key: Any, read: Kept, batch: Batch) -> Plan:
-        known = self._plans.pop(key, None)
-        if known is None:
+        plan = self._plans.pop(key, None)
+        if plan is None:
             self.checks.forget(key)
-        if self._sharded is not None and self._sharded.lockstep.any(known is None):
+        if self._sharded is not None and self._sharded.lockstep.any(plan is None):
             # Also if this rank has a plan: other ranks need the collective passes.
             made = self._plan_in_step(self._sharded, read, batch)
-            return known or made
-        return known or make_plan(self.model, read, batch, self._output)
+            return plan or made
+        return plan or make_plan(self.model, read, batch, self._output)
 
     def _run_on_other_path(
         self, error: UnexpectedPathError, structure: Any, failed: Any, part: _Part
@@ -258,24 +257,21 @@ class HookGradientComputer(AbstractStreamingComputer):
 
         The plan of every path is checked like that of a new structure. Returns its key, the plan, and f, q and w.
         """
-        for number in range(_MAX_PATHS + 1):
-            key = (number, *structure) if number else structure
-            if key == failed or (number == 0 and key not in self._plans):
-                continue
-            known = plan = self._plans.pop(key, None)
-            if plan is None:
-                row = sample_on_path(self.model, part.kept, part.batch, self._output)
-                if row is None:
-                    break
-                self.checks.forget(key)
-                plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
-            try:
-                return key, plan, self._checked_run(key, plan, part)
-            except UnexpectedPathError:
-                if known is None:
-                    raise
-                _put(self._plans, key, known)
-        raise error
+        keys = dict.fromkeys([structure, *((number, *structure) for number in range(1, _MAX_PATHS))])
+        path = path_of(self.model, part.kept, part.batch, self._output)
+        stored = [key for key in self._plans if key in keys and key != failed]  # the oldest first
+        key = next((key for key in stored if self._plans[key].path == path), None)
+        if key is not None:
+            plan = self._plans.pop(key)
+        else:
+            row = sample_on_path(self.model, part.kept, part.batch, self._output, path)
+            if row is None:
+                raise error
+            key = next((key for key in keys if key not in self._plans), None) or stored[0]
+            self._plans.pop(key, None)
+            self.checks.forget(key)
+            plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
+        return key, plan, self._checked_run(key, plan, part)
 
     def _plan_in_step(self, sharded: ShardedModel, read: Kept, batch: Batch) -> Plan:
         """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""
@@ -371,8 +367,9 @@ class HookGradientComputer(AbstractStreamingComputer):
         if plan.escaped and self.strict is not False:
             raise UnsupportedModelError(
                 f"f depends on {list(plan.escaped)[:5]} through operations that hooks cannot see: an "
-                "autograd.Function, a scripted module or other code that does not use torch operations reads them, or "
-                "the output function reads them in some batches only. Register a gradient rule for the module "
+                "autograd.Function, a scripted module, a transform of torch.func or other code that does not use torch "
+                "operations reads them, or the output function reads them in some batches only. Register a gradient "
+                "rule for the module "
                 "(register_gradient_rule), use gradient_computer='functional' or 'iterative', or pass strict=False to "
                 "leave that part out."
             )
@@ -385,13 +382,13 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     def _checked_run(self, key: Any, plan: Plan, part: _Part) -> OutputTerms:
         """Run a pass; if a check is due, compare some samples, with one plain backward pass each."""
-        own, size, kept = key, batch_size(part.batch), part.kept
-        key = self.checks.key(own)
+        structure, size, kept = key, batch_size(part.batch), part.kept
+        key = self.checks.key(structure)
         in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
         positions: list[int] = []
         if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
             often = (
-                plan.flattened or in_python or key != own
+                plan.flattened or in_python or key != structure
             )  # flags of this batch alone may choose operations
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
@@ -400,12 +397,12 @@ class HookGradientComputer(AbstractStreamingComputer):
             terms = self._run(plan, part, samples.passing(part.sink))
             if not terms.output.requires_grad:
                 refuse_detached(self.model, self.modelout_fn, part.batch, kept)
-            seen = {name: p for name, p in kept.items() if name not in plan.escaped}
-            if seen and positions:
+            hooked = {name: p for name, p in kept.items() if name not in plan.escaped}
+            if hooked and positions:
                 # Without torch.compile, functions inside an operator have no gradient of the tensors that they capture.
                 with torch.compiler.set_stance("default") if plan.runs_functions else nullcontext():
                     whole = plan.may_mix or plan.flattened
-                    compare(self, part.batch, seen, samples, list(plan.dtypes), needs_whole=whole)
+                    compare(self, part.batch, hooked, samples, list(plan.dtypes), needs_whole=whole)
             if positions and (is_due if plan.may_mix else is_first):
                 self._compare_halves(part.batch)
         self._refuse_hidden(plan, kept)

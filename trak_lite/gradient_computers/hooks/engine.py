@@ -32,7 +32,7 @@ from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES,
 from trak_lite.gradient_computers.hooks.rules.recurrent import is_recurrence, num_sequences, run_recurrent
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import RandomState
-from trak_lite.gradient_computers.recording import tensors_of
+from trak_lite.gradient_computers.recording import by_name, tensors_of
 from trak_lite.gradient_computers.reference import leaves_of_graph, naming_graph_failures
 from trak_lite.models.sharded import class_of
 from trak_lite.types import FactoredBlock
@@ -95,6 +95,8 @@ class GradientPass(AbstractInterceptor):
             value = function(*args)
             if not isinstance(value, Tensor):
                 return value
+        if "input" in kwargs and is_in_place(function):  # what it overwrites is the first of the leaves
+            args, kwargs = (kwargs["input"],), {key: kwargs[key] for key in kwargs if key != "input"}
         leaves, spec = flattened(args, kwargs)
         site = self._next_site(function, leaves)
         if site is not None and site.batched:
@@ -107,11 +109,14 @@ class GradientPass(AbstractInterceptor):
         # Save tensors even inside a checkpoint, which would otherwise recompute its whole part for this gradient.
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             result = function(*args, **kwargs)
-        for tensor in differentiable(written(function, args, result)):
-            if tensor.requires_grad and id(tensor) not in self.watched:
-                parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
-                self._ledger.share(tensor, parents, is_transpose=_is_transpose(function, args, tensor))
-                self.watched[id(tensor)] = tensor
+        writes = is_in_place(function)
+        parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
+        for output in differentiable(written(function, args, result)):
+            if output.requires_grad and (writes or id(output) not in self.watched):
+                for tensor in self._ledger.sharing_memory(output) if writes else [output]:
+                    is_transpose = _is_transpose(function, args, kwargs, tensor)
+                    self._ledger.share(tensor, parents, is_transpose=is_transpose)
+                    self.watched[id(tensor)] = tensor
         return result
 
     def hide(self, module: nn.Module, hidden: bool) -> None:
@@ -150,14 +155,14 @@ class GradientPass(AbstractInterceptor):
             batched = len(read) < len(tensors)
             dims = tuple(leaf.dim() for leaf in tensors)
             site = Site(function, self._ledger.names_of(read), batched, routed=batched, dims=dims)
-        found = self._plan.uses.get(site.use, [])
+        sites = self._plan.uses.get(site.use, [])
         if self._plan.routed:
-            known = next(iter(found), site)
+            planned_site = next(iter(sites), site)
             reads_samples = any(leaf.requires_grad and id(leaf) not in self.watched for leaf in tensors)
-            return site if reads_samples and not known.batched else known
+            return site if reads_samples and not planned_site.batched else planned_site
         # The same use may be one of samples and one of what all samples share: their sizes differ.
-        fitting = [s for s in found if s.batched and s.fits(tensors, self._num_samples)]
-        return next(iter(fitting or found), None)
+        fitting = [s for s in sites if s.batched and s.fits(tensors, self._num_samples)]
+        return next(iter(fitting or sites), None)
 
     def _use(self, site: Site, function: Function, leaves: list[Any], spec: Any) -> Any:
         """Run an operation with its parameters detached, and save what their gradients need."""
@@ -235,9 +240,7 @@ class GradientPass(AbstractInterceptor):
         if site.routed:
             tags = RowTags.of(site, outputs, call, trailing, self._num_samples)
             self._tags.append(tags)
-        unique = list({id(target): target for target in targets}.values())
-        for target in unique:
-            self._ledger.expect(target)
+        uses = self._ledger.expect(targets)
         waiting = [form]
 
         def arrived(grads: Sequence[Tensor | None]) -> None:
@@ -253,7 +256,7 @@ class GradientPass(AbstractInterceptor):
                         tags.add(grads if tagged is None else [tagged(_only(grads))])
                 elif waiting:
                     method, parts = waiting.pop()(grads, tags)
-                    self._ledger.deposit(unique, parts, method)
+                    self._ledger.deposit(uses, parts, method)
 
         _on_gradients(outputs, arrived, call)
 
@@ -288,8 +291,8 @@ class GradientPass(AbstractInterceptor):
         self, module: nn.Module, rule: GradientRule, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """Hook the result of a module, and apply the module's rule to its gradient."""
-        own = {name: p for name, p in module.named_parameters() if id(p) in self.watched}
-        if not own:
+        parameters = {name: p for name, p in module.named_parameters() if id(p) in self.watched}
+        if not parameters:
             return out
         site = self._next_site(module, [])
         if site is None:
@@ -305,12 +308,12 @@ class GradientPass(AbstractInterceptor):
         def form(grads: Sequence[Tensor | None], tags: RowTags | None) -> tuple[str, _Parts]:
             _refuse_changes(module, versions)
             grad = _only(grads)
-            found = _parts_of(module, own, rule(module, args, kwargs, grad))
-            parts = summed_by_sample(list(found.values()), grad, tags, self._code)
-            deposited: _Parts = [(own[name], part) for name, part in zip(found, parts, strict=True)]
+            by_name = _parts_of(module, parameters, rule(module, args, kwargs, grad))
+            parts = summed_by_sample(list(by_name.values()), grad, tags, self._code)
+            deposited: _Parts = [(parameters[name], part) for name, part in zip(by_name, parts, strict=True)]
             return f"rule of {class_of(module).__name__}", deposited
 
-        self._catch(site, [out], own.values(), form, trailing=out.dim() - 1)
+        self._catch(site, [out], parameters.values(), form, trailing=out.dim() - 1)
         return out
 
     # Backward
@@ -344,8 +347,8 @@ class GradientPass(AbstractInterceptor):
                 for weights in self._code.weights(output):
                     _run_backward(output, inputs, weights)
                 self._tagging = False
-            found = _run_backward(total, inputs)
-            self.escaped = {name: g for name, g in zip(self._kept, found, strict=False) if g is not None}
+            grads = _run_backward(total, inputs)
+            self.escaped = {name: g for name, g in zip(self._kept, grads, strict=False) if g is not None}
         self._ledger.finish()
 
     def _contributions(
@@ -359,11 +362,11 @@ class GradientPass(AbstractInterceptor):
                 self._ledger.note(target, method)  # also to those that no row reaches
             return method, parts
         method, rule = RULES.get(call.function, ("", None))
-        found = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
-        if not found:
-            method, found = generic_rule(call, grads)
+        pairs = list(rule(call, grads[0])) if rule is not None and grads[0] is not None else []
+        if not pairs:
+            method, pairs = generic_rule(call, grads)
             method += f" ({describe(call.function)})"
-        return method, [(call.targets[id(argument)], part) for argument, part in found]
+        return method, [(call.targets[id(argument)], part) for argument, part in pairs]
 
 
 def _on_gradients(
@@ -381,25 +384,31 @@ def _on_gradients(
         return
     (result,) = outputs
     base = result._base
-    strides: tuple[torch.Size, tuple[int, ...]] | None = None
-    if base is not None and call is not None and _is_whole_of_new(result, base, call):
+    part: tuple[Sequence[int], Sequence[int], int] | None = None
+    if base is not None and call is not None and base.is_contiguous() and _is_written_as(result, base, call):
         # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
-        strides = result.size(), result.stride()
+        part = result.size(), result.stride(), int(result.storage_offset() - base.storage_offset())
         result = base
-    node, place = result.grad_fn, result.output_nr
+    node, output_nr = result.grad_fn, result.output_nr
     assert node is not None
 
     def take(grads: tuple[Tensor | None, ...]) -> None:
-        grad = grads[place]
+        grad = grads[output_nr]
         if grad is not None:
-            arrived((grad if strides is None else grad.contiguous().as_strided(*strides),))
+            if part is not None:
+                grad = grad.contiguous()
+                size, strides, offset = part
+                grad = grad.as_strided(size, strides, grad.storage_offset() + offset)
+            arrived((grad,))
 
     node.register_prehook(take)  # a tensor's own hook takes three times as long
 
 
-def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
-    """Whether a view covers all of a tensor that the operation itself allocated."""
-    if not base.is_contiguous() or base.numel() != result.numel():
+def _is_written_as(result: Tensor, base: Tensor, call: OperationCall) -> bool:
+    """Whether an operation wrote into a view, or returns a view of all of a tensor that it allocated."""
+    if is_in_place(call.function):
+        return True
+    if base.numel() != result.numel():
         return False
     memory = base.untyped_storage().data_ptr()
     read = (leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor))
@@ -421,14 +430,14 @@ def _fitted(
     """Return the batch axes of tensors in a batch of this size; raise if a shape does not match the plan."""
     fitted = []
     for axis, shape in zip(axes, shapes, strict=True):
-        own = None if axis is None else axis.for_shape(shape, count)
-        if axis is not None and own is None:
+        fitted_axis = None if axis is None else axis.for_shape(shape, count)
+        if axis is not None and fitted_axis is None:
             raise UnexpectedRowsError(
                 f"{describe(site.function)}, which uses {list(site.names)[:3]}, has shape {tuple(shape)} for "
                 f"{count} samples, expected them on axis {axis.axis}. From now on, weighted backward passes find the "
                 "sample of each row."
             )
-        fitted.append(own)
+        fitted.append(fitted_axis)
     return tuple(fitted)
 
 
@@ -450,10 +459,10 @@ def _only(grads: Sequence[Tensor | None]) -> Tensor:
 
 
 def _parts_of(
-    module: nn.Module, own: Mapping[str, Tensor], found: Mapping[str, Tensor | tuple[Tensor, Tensor]]
+    module: nn.Module, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor | tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor | FactoredBlock]:
     """Return the rule's contributions to the module's kept parameters; raise if one is missing."""
-    missing = sorted(set(own) - set(found))
+    missing = sorted(set(parameters) - set(parts))
     if missing:
         raise UnsupportedModelError(
             f"The gradient rule of {type(module).__name__} returned no gradient for {missing}. Expected one for every "
@@ -461,17 +470,18 @@ def _parts_of(
         )
     return {
         name: FactoredBlock("", *part) if isinstance(part, tuple) else part
-        for name, part in found.items()
-        if name in own
+        for name, part in parts.items()
+        if name in parameters
     }
 
 
-def _is_transpose(function: Function, args: Any, result: Tensor) -> bool:
+def _is_transpose(function: Function, args: Any, kwargs: Mapping[str, Any], result: Tensor) -> bool:
     """Whether the result is the transpose of the first argument, a matrix."""
-    if function not in _TRANSPOSITIONS or args[0].dim() != 2:
+    if function not in _TRANSPOSITIONS or result.dim() != 2:
         return False
-    axes = [axis % 2 for axis in args[1:] if isinstance(axis, int)]
-    return result.dim() == 2 and axes in ([], [0, 1], [1, 0])
+    arguments = by_name(("input", "dim0", "dim1"), args, kwargs)
+    axes = [axis % 2 for axis in arguments.values() if isinstance(axis, int)]
+    return arguments["input"].dim() == 2 and axes in ([], [0, 1], [1, 0])
 
 
 def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> None:

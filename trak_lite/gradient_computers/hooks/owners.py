@@ -23,8 +23,9 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative deviation from a power of two that counts as rounding (kernels with varying summation order)."""
 _BASE, _BASES = 64, {torch.float16: 4}
 """Number of powers of two per digit of a code; fewer for float16 because of its range."""
-_NEGLIGIBLE = 64
-"""A row below this multiple of the machine precision times the largest row is rounding noise."""
+_NEGLIGIBLE, _MOST_NEGLIGIBLE = 64, 2**-6
+"""A row below this multiple of the machine precision times the largest row is rounding noise; the second is the most
+that may be left out, since the precision of bfloat16 is 2**-7."""
 
 
 def sketch(rows: Tensor) -> Tensor:
@@ -50,6 +51,11 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return directions.to(dtype).to(device)
 
 
+def _noise(dtype: torch.dtype) -> float:
+    """Return the size, relative to the largest row, up to which a row may be rounding noise."""
+    return min(_NEGLIGIBLE * torch.finfo(dtype).eps, _MOST_NEGLIGIBLE)
+
+
 def _largest_entries(rows: Tensor) -> Tensor:
     """Return the largest absolute value of every row, ``(N,)``."""
     return rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
@@ -69,6 +75,11 @@ class SampleCode:
     def for_gradients(cls, count: int, dtypes: Sequence[torch.dtype]) -> SampleCode:
         """Return the code for gradients of these dtypes."""
         return cls(count, min((_BASES.get(dtype, _BASE) for dtype in dtypes), default=_BASE))
+
+    @property
+    def num_digits(self) -> int:
+        """Number of weighted passes."""
+        return math.ceil(math.log(self.count, self.base) - 1e-9)
 
     def weights(self, like: Tensor) -> list[Tensor]:
         """Return the weights of f for each pass, ``(B,)`` each; an empty list for one sample.
@@ -91,20 +102,19 @@ class SampleCode:
         key = axis, tuple(shape), like.dtype, like.device
         if key in self._scales:
             return self._scales[key]
-        found = self._scales[key] = []
+        scales = self._scales[key] = []
         for exponents in self._exponents(like.device):
             along = exponents.repeat_interleave(axis.multiple)
             if not axis.sample_major:
                 along = exponents.repeat(axis.multiple)
             view = (-1, *(1,) * (len(shape) - 1 - axis.axis))
-            found.append(torch.exp2(-along.to(like.dtype)).view(view).expand(*shape).reshape(-1, 1))
-        return found
+            scales.append(torch.exp2(-along.to(like.dtype)).view(view).expand(*shape).reshape(-1, 1))
+        return scales
 
     def _exponents(self, device: torch.device) -> list[Tensor]:
         """Return the base-two logarithms of the weights, ``(B,)`` for each pass."""
         numbers = torch.arange(self.count, device=device)
-        places = range(math.ceil(math.log(self.count, self.base) - 1e-9))
-        return [numbers // self.base**place % self.base - self.base // 2 for place in places]
+        return [numbers // self.base**i % self.base - self.base // 2 for i in range(self.num_digits)]
 
     def owners(self, plain: Tensor, tagged: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """Return the sample of every row ``(N,)``, -1 for a row of zeros; ``None`` if a row has several samples.
@@ -113,20 +123,20 @@ class SampleCode:
         """
         wide = float64_device(plain.device)
         if wide != plain.device:
-            found = self.owners(plain.to(wide), [values.to(wide) for values in tagged], dtype)
-            return None if found is None else found.to(plain.device)
+            samples = self.owners(plain.to(wide), [values.to(wide) for values in tagged], dtype)
+            return None if samples is None else samples.to(plain.device)
         if self._cancelled(plain, tagged, dtype):
             return None
         sizes = _largest_entries(plain)
-        found = torch.full((len(plain),), -1, dtype=torch.long, device=plain.device)
+        samples = torch.full((len(plain),), -1, dtype=torch.long, device=plain.device)
         rows = sizes.nonzero().squeeze(1)
         if not len(rows):
-            return found
+            return samples
         sizes = sizes[rows].double().unsqueeze(1)
         unit = plain[rows].double() / sizes
         owner, fits = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
         tolerance = _TOLERANCES.get(dtype, 0.05)
-        for place, values in enumerate(tagged):
+        for position, values in enumerate(tagged):
             scaled = values[rows].double() / sizes
             ratio = (unit * scaled).sum(1) / unit.square().sum(1)
             exponent = ratio.clamp(min=2.0**-64).log2().round()
@@ -134,13 +144,13 @@ class SampleCode:
             fits &= ((scaled - power * unit).abs() <= tolerance * power).all(1)
             digit = exponent.long() + self.base // 2
             fits &= (digit >= 0) & (digit < self.base)
-            owner += digit * self.base**place
+            owner += digit * self.base**position
         fits &= owner < self.count
-        noise = sizes.squeeze(1) <= _NEGLIGIBLE * torch.finfo(dtype).eps * sizes.max()
+        noise = sizes.squeeze(1) <= _noise(dtype) * sizes.max()
         if not bool((fits | noise).all()):
             return None
-        found[rows] = torch.where(fits, owner, -1)
-        return found
+        samples[rows] = torch.where(fits, owner, -1)
+        return samples
 
     def exact_owners(self, plain: Tensor, tagged: Sequence[Tensor]) -> Tensor | None:
         """Return :meth:`owners` if every weighted row equals the plain one times a power of two, without rounding.
@@ -150,13 +160,13 @@ class SampleCode:
         if not plain.shape[1]:
             return None
         owner, fits = torch.zeros_like(plain[:, 0]), None
-        for place, values in enumerate(tagged):
+        for position, values in enumerate(tagged):
             exponent = (values[:, 0] / plain[:, 0]).log2().round()  # NaN for a row of zeros
             power = exponent.exp2().nan_to_num(0.0, 0.0, 0.0)
             digit = exponent + self.base // 2
-            own = (values == plain * power.unsqueeze(1)).all() & ~((digit < 0) | (digit >= self.base)).any()
-            fits = own if fits is None else fits & own
-            owner = owner + digit * self.base**place
+            same = (values == plain * power.unsqueeze(1)).all() & ~((digit < 0) | (digit >= self.base)).any()
+            fits = same if fits is None else fits & same
+            owner = owner + digit * self.base**position
         if fits is None or not bool(fits & ~(owner >= self.count).any()):
             return None
         return owner.nan_to_num(-1.0).long()
@@ -166,7 +176,7 @@ class SampleCode:
         sizes = _largest_entries(plain)
         if not len(sizes):
             return False
-        noise = _NEGLIGIBLE * torch.finfo(dtype).eps * 2.0 ** -(self.base // 2) * float(sizes.max())
+        noise = _noise(dtype) * 2.0 ** -(self.base // 2) * float(sizes.max())
         empty = sizes == 0
         return any(bool((empty & (_largest_entries(values) > noise)).any()) for values in tagged)
 
@@ -193,13 +203,13 @@ class Arrangement:
         """
         device = owners.device
         omitted, *numbers = torch.bincount(owners + 1, minlength=1).tolist()
-        found = [(sample, number) for sample, number in enumerate(numbers) if number]
-        samples = torch.tensor([sample for sample, _ in found], dtype=torch.long, device=device)
+        groups = [(sample, number) for sample, number in enumerate(numbers) if number]
+        samples = torch.tensor([sample for sample, _ in groups], dtype=torch.long, device=device)
         order = owners.argsort(stable=True)[omitted:]
-        length = max((number for _, number in found), default=0)
-        if length * len(found) == len(order):  # equal numbers
+        length = max((number for _, number in groups), default=0)
+        if length * len(groups) == len(order):  # equal numbers
             return cls(samples, order, None, length)
-        counts = torch.tensor([number for _, number in found], device=device)
+        counts = torch.tensor([number for _, number in groups], device=device)
         steps = torch.arange(length, device=device)
         first = (counts.cumsum(0) - counts).unsqueeze(1)
         real = steps < counts.unsqueeze(1)

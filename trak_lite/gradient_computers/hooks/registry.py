@@ -73,6 +73,6 @@ def rule_for(module: nn.Module) -> GradientRule | None:
     for cls in type(module).__mro__ if _RULES else ():
         rule = _RULES.get(cls)
         if rule is not None:
-            own: type[nn.Module] = type(module)
-            return rule if own.forward is getattr(cls, "forward", None) else None
+            module_class: type[nn.Module] = type(module)
+            return rule if module_class.forward is getattr(cls, "forward", None) else None
     return None

@@ -79,7 +79,7 @@ class RowTags:
     def are_in_place(self, grad: Tensor, code: SampleCode) -> bool:
         """Whether the gradient of every row is known to belong to the sample that ``axis`` has there."""
         values = [grads[0] for grads in self.passes]
-        if self.axis is None or not values:
+        if self.axis is None or not values or len(values) < code.num_digits:
             return False
         plain = sketch(self.rows(grad))
         scales = code.row_scales(self.axis, grad.shape[: grad.dim() - self.trailing], plain)
@@ -95,18 +95,18 @@ class RowTags:
         Raises:
             UnsupportedModelError: If a row belongs to several samples, or a gradient is not finite.
         """
-        found = [
-            None if grad is None else self._owners(place, grad, code) for place, grad in enumerate(grads)
+        owners = [
+            None if grad is None else self._owners(index, grad, code) for index, grad in enumerate(grads)
         ]
         self.passes.clear()
-        return found
+        return owners
 
-    def _owners(self, place: int, grad: Tensor, code: SampleCode) -> Tensor:
+    def _owners(self, index: int, grad: Tensor, code: SampleCode) -> Tensor:
         plain = sketch(self.rows(grad))
-        tagged = [grads[place] for grads in self.passes]
+        tagged = [grads[index] for grads in self.passes]
         weighted = [values for values in tagged if values is not None]
-        if not weighted and code.count > 1:
-            raise mixed(self.site, "no weighted backward pass reached its result")
+        if len(weighted) < code.num_digits:
+            raise mixed(self.site, "not every weighted backward pass reached its result")
         exact = code.exact_owners(plain, weighted)
         if exact is not None:
             return exact
@@ -117,16 +117,16 @@ class RowTags:
                 "finite gradients; look for the sample that causes this, or use gradient_computer='functional' or "
                 "'iterative'."
             )
-        found = code.owners(plain, weighted, grad.dtype)
-        if found is None:
+        owners = code.owners(plain, weighted, grad.dtype)
+        if owners is None:
             raise mixed(self.site, "f of several samples depends on one row of its result")
-        return found
+        return owners
 
 
 def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
     """Return the row layout of an operation, or ``None`` if it is not known."""
     kind, _ = RULES.get(call.function, (_GROUPED if call.function is torch._grouped_mm else "", None))
-    trailing, known = 1, True
+    trailing, valid = 1, True
     if kind in ("elementwise", "expansion"):
         return _of_elementwise(call, result)
     if kind == "embedding":
@@ -136,23 +136,23 @@ def row_layout(call: OperationCall, result: Tensor) -> RowLayout | None:
         x = call.bind("input", "mat1")[call.function in (torch.addmm, Tensor.addmm)]
     elif kind == "matmul":
         x, right = matrices_of(call)
-        known = right.dim() == 2 and x.dim() >= 2
+        valid = right.dim() == 2 and x.dim() >= 2
     elif kind in _OF_IMAGES:
         x, weight = call.bind("input", "weight")
         trailing = result.dim() - 1
-        known = x.dim() == result.dim() and len(x) == len(result)
-        known = known and ("convolution" not in kind or weight.dim() == result.dim())
+        valid = x.dim() == result.dim() and len(x) == len(result)
+        valid = valid and ("convolution" not in kind or weight.dim() == result.dim())
     elif kind in ("layer norm", "RMS norm"):
         x, shape = call.bind("input", "normalized_shape")
         trailing = len(shape)
     elif kind == _GROUPED:
         # Each group of rows times its own matrix of a stack: experts that rows are sorted by.
         x, weight, offsets, bias = call.bind("input", "mat2", "offs", "bias")
-        known = isinstance(x, Tensor) and isinstance(weight, Tensor) and offsets is not None and bias is None
-        known = known and x.dim() == 2 and weight.dim() == 3 and x.dtype == result.dtype
+        valid = isinstance(x, Tensor) and isinstance(weight, Tensor) and offsets is not None and bias is None
+        valid = valid and x.dim() == 2 and weight.dim() == 3 and x.dtype == result.dtype
     else:
         return None
-    return RowLayout(trailing, ((x, trailing),)) if known and not call.wants(x) else None
+    return RowLayout(trailing, ((x, trailing),)) if valid and not call.wants(x) else None
 
 
 def _of_elementwise(call: OperationCall, result: Tensor) -> RowLayout | None:
@@ -182,8 +182,8 @@ def routed_contributions(
     name, rule = RULES.get(call.function, (_GROUPED, None))
     if layout is not None and grad is not None and rule is not None and tags.are_in_place(grad, code):
         # An argument's rows are the result's; rules of broadcast arguments read no axis.
-        own = {} if layout.broadcast else {id(argument): tags.axis for argument, _ in layout.read}
-        parts = list(rule(replace(call, axes={**call.axes, **own}, output_axes=(tags.axis,)), grad))
+        axes = {} if layout.broadcast else {id(argument): tags.axis for argument, _ in layout.read}
+        parts = list(rule(replace(call, axes={**call.axes, **axes}, output_axes=(tags.axis,)), grad))
         if parts:
             tags.passes.clear()
             return f"{name}, {_FOUND}", [(call.targets[id(argument)], part) for argument, part in parts]
@@ -191,9 +191,9 @@ def routed_contributions(
     if layout is not None and grad is not None and owners[0] is not None:
         if rule is None:
             return f"{name}, {_FOUND}", _of_groups(call, grad, owners[0])
-        found = _by_rule(call, layout, grad, Arrangement.of(owners[0]))
-        if found is not None:
-            return f"{name}, {_FOUND}", found
+        contributions = _by_rule(call, layout, grad, Arrangement.of(owners[0]))
+        if contributions is not None:
+            return f"{name}, {_FOUND}", contributions
     return f"one backward of the operation per sample ({describe(call.function)})", _one_by_one(
         call, 0 if layout is None else layout.trailing, grads, owners
     )
@@ -227,7 +227,7 @@ def _one_by_one(
     call: OperationCall, trailing: int, grads: Sequence[Tensor | None], owners: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Contribution]]:
     """Differentiate the operation once per sample that has a row, with the other samples' gradients set to zero."""
-    found = torch.unique(torch.cat([owner for owner in owners if owner is not None])).tolist()
+    samples = torch.unique(torch.cat([owner for owner in owners if owner is not None])).tolist()
 
     def of(sample: int, grad: Tensor, owner: Tensor) -> Tensor:
         lead = grad.shape[: grad.dim() - trailing]
@@ -237,7 +237,7 @@ def _one_by_one(
         pairs = zip(grads, owners, strict=True)
         return [None if grad is None or owner is None else of(sample, grad, owner) for grad, owner in pairs]
 
-    parts = looped(call, [sample for sample in found if sample >= 0], alone)
+    parts = looped(call, [sample for sample in samples if sample >= 0], alone)
     return [(call.targets[id(argument)], part) for argument, part in parts]
 
 
@@ -249,21 +249,21 @@ def _by_rule(
         return []
     count = call.num_samples
     rows = grad.reshape(-1, *grad.shape[grad.dim() - layout.trailing :])
-    own = _arranged_call(call, layout, grad.shape, arranged)
-    parts = list(RULES[call.function][1](own, arranged.take_gradients(rows)))
+    row_call = _arranged_call(call, layout, grad.shape, arranged)
+    parts = list(RULES[call.function][1](row_call, arranged.take_gradients(rows)))
     if not parts:
         return None
-    found: list[tuple[Tensor, Contribution]] = []
+    contributions: list[tuple[Tensor, Contribution]] = []
     for argument, part in parts:
-        target, placed = own.targets[id(argument)], partial(arranged.placed, count=count)
+        target, placed = row_call.targets[id(argument)], partial(arranged.placed, count=count)
         if isinstance(part, FactoredBlock):
             part = FactoredBlock("", placed(part.inputs), placed(part.output_grads))
         elif isinstance(part, LookupBlock):
             part = LookupBlock("", placed(part.rows), placed(part.values), part.num_rows)
         else:
             part = placed(dense_of(part, target.shape))
-        found.append((target, part))
-    return found
+        contributions.append((target, part))
+    return contributions
 
 
 def _of_groups(call: OperationCall, grad: Tensor, owners: Tensor) -> list[tuple[Tensor, Contribution]]:
@@ -309,5 +309,5 @@ def _arranged_call(
     leaves, spec = flattened(call.args, call.kwargs)
     args, kwargs = rebuilt([changed(leaf) for leaf in leaves], spec)
     count = len(arranged.samples)
-    own = replace(call, args=args, kwargs=kwargs, num_samples=count, targets=targets, keep_factors=False)
-    return replace(own, axes=axes, output_axes=(axis,))
+    row_call = replace(call, args=args, kwargs=kwargs, num_samples=count, targets=targets, keep_factors=False)
+    return replace(row_call, axes=axes, output_axes=(axis,))

@@ -139,21 +139,21 @@ def fast_jl_matrices(
     device = torch.device("cuda" if has_gpu else "cpu") if device is None else device
     if str(device) == "cuda" and has_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
-    found = _tested(device, proj_type)
-    return None if found is None else replace(found, most_rows=most_rows)
+    matrices = _tested(device, proj_type)
+    return None if matrices is None else replace(matrices, most_rows=most_rows)
 
 
 @functools.cache
 def _tested(device: torch.device, proj_type: ProjectionType) -> FastJLMatrices | None:
     """Test the extension, once per process, device and distribution; log one warning where it cannot be used."""
-    found = _extension(device, proj_type)
-    if isinstance(found, FastJLMatrices):
-        return found
+    extension = _extension(device, proj_type)
+    if isinstance(extension, FastJLMatrices):
+        return extension
     logger.warning(
         "fast_jl is not used on %s: %s. The dense projection of trak_lite is used instead, which has another matrix; "
         "the manifest of the store records which one was used.",
         device,
-        found,
+        extension,
     )
     return None
 

@@ -108,8 +108,8 @@ class HashedMatrices:
             return
         entries = self._prepare(model_id, total.device)
         for start, matrix in self._blocks(entries, name, key, rows.shape[1], total.dtype):
-            own = rows[:, start : start + len(matrix)]
-            for first, piece in _pieces(own, matrix.device, matrix.dtype, _CAST_BYTES):
+            columns = rows[:, start : start + len(matrix)]
+            for first, piece in _pieces(columns, matrix.device, matrix.dtype, _CAST_BYTES):
                 total.addmm_(piece, matrix[first : first + piece.shape[1]])
 
     def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:

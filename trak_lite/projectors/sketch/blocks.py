@@ -108,8 +108,8 @@ class BlockHashes:
             wide = torch.nn.functional.pad(values.to(dtype), (0, across * size - self.shape[1]))
             wide = wide.view(*rows.shape, across, size) * self.column_signs[rows // size].to(dtype)
             wide *= row_signs[rows].to(dtype).unsqueeze(3)
-            places = (columns - shifts[rows].unsqueeze(3)).remainder_(size)
-            return wide.gather(3, places).sum((1, 2))
+            index = (columns - shifts[rows].unsqueeze(3)).remainder_(size)
+            return wide.gather(3, index).sum((1, 2))
 
         numbers = max(1, block.rows.shape[1] * across * size)  # of a sample
         return in_pieces(features, block.rows, block.values, _budget(block.values, dtype) // numbers)

@@ -130,12 +130,12 @@ class CountSketchProjector(AbstractProjector):
     def adjoint(self, features: Tensor, *, model_id: int, parameters: ParameterShapes) -> dict[str, Tensor]:
         """Return the transposed map applied to feature rows, ``(m, *shape)`` by parameter name."""
         scaled = features / math.sqrt(self.copies)
-        found = {}
+        by_name = {}
         for name, shape in parameters.items():
             sketches = self._sketches_of(name, tuple(shape), model_id, features.device)
             entries = functools.reduce(torch.add, (sketch.adjoint(scaled) for sketch in sketches))
-            found[name] = entries.reshape(len(features), *shape)
-        return found
+            by_name[name] = entries.reshape(len(features), *shape)
+        return by_name
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the features."""

@@ -141,25 +141,25 @@ class MatrixSketch:
                 values = block.values[:, first : first + step, columns].to(dtype)
                 values = values * row_signs[rows, column].to(dtype).unsqueeze(2)
                 values = values * column_signs[rows // size].to(dtype)
-                places = shifts[rows, column].unsqueeze(2) + steps
+                buckets = shifts[rows, column].unsqueeze(2) + steps
                 # Add one position at a time: within a position no two entries collide, so the order is fixed.
-                for place, value in zip(places.unbind(1), values.unbind(1), strict=True):
-                    total.scatter_add_(1, place, value)
+                for bucket, value in zip(buckets.unbind(1), values.unbind(1), strict=True):
+                    total.scatter_add_(1, bucket, value)
         return self._wrapped(total)
 
     def adjoint(self, features: Tensor) -> Tensor:
         """Return the transposed map applied to feature rows ``(m, K)``, ``(m, d_out * d_in)``."""
         size = self._proj_dim
-        found = features.new_empty(len(features), *self.shape)
+        matrices = features.new_empty(len(features), *self.shape)
         columns = torch.arange(size, device=features.device)
         for number in range(len(self._hashes.shifts)):
-            rows = found[:, number * size : (number + 1) * size]
+            rows = matrices[:, number * size : (number + 1) * size]
             tables = self._hashes.shifts[number], self._hashes.row_signs[number]
             shifts, row_signs = (table.T[: rows.shape[1], :, None] for table in tables)
-            places = (shifts + columns).remainder_(size).flatten(1)[:, : self.shape[1]]
+            buckets = (shifts + columns).remainder_(size).flatten(1)[:, : self.shape[1]]
             signs = (row_signs * self._hashes.column_signs[number]).flatten(1)[:, : self.shape[1]]
-            rows.copy_(features[:, places] * signs.to(features.dtype))
-        return found.flatten(1)
+            rows.copy_(features[:, buckets] * signs.to(features.dtype))
+        return matrices.flatten(1)
 
     @functools.cached_property
     def _lists(self) -> list[list[_Block]]:
@@ -181,21 +181,21 @@ class MatrixSketch:
         """
         number, start = divmod(first, self._proj_dim)
         some = slice(start, start + rows.shape[1])
-        places: list[Tensor] = []
+        windows: list[Tensor] = []
         entries: list[Tensor] = []
         column_signs: list[Tensor] = []
         row_signs: list[float] = []
         parts = torch.split(rows.to(total.dtype), self._proj_dim, 2)
         for block, part in zip(self._lists[number], parts, strict=True):
-            places += scratch.views(block.number, total, block.starts, part.shape[2])[some]
+            windows += scratch.views(block.number, total, block.starts, part.shape[2])[some]
             entries += part.unbind(1)
             column_signs += [block.column_signs[: part.shape[2]].to(total.dtype)] * part.shape[1]
             row_signs += block.row_signs[some]
-        if total.device.type == "cpu":  # an ordered loop without Python overhead: places overlap
-            torch._foreach_addcmul_(places, entries, column_signs, row_signs)
+        if total.device.type == "cpu":  # an ordered loop without Python overhead: windows overlap
+            torch._foreach_addcmul_(windows, entries, column_signs, row_signs)
             return
-        for place, row, signs, sign in zip(places, entries, column_signs, row_signs, strict=True):
-            place.addcmul_(row, signs, value=sign)
+        for window, row, signs, sign in zip(windows, entries, column_signs, row_signs, strict=True):
+            window.addcmul_(row, signs, value=sign)
 
     def _dense_pieces(self, rows: Tensor, scratch: Scratch) -> Tensor:
         """Add pieces of K entries, each from a row of 2K numbers that are 0 beside it: the bits are those of rows.
@@ -205,7 +205,7 @@ class MatrixSketch:
         (d_out, d_in), size, dtype = self.shape, self._proj_dim, sum_dtype(rows.dtype)
         shifts, signs = self._signed_rows(0, d_out)
         count, wide = shifts.numel(), shifts.shape[1] * size
-        places = shifts.flatten()[:, None] + torch.arange(size, device=rows.device)
+        columns = shifts.flatten()[:, None] + torch.arange(size, device=rows.device)
         step = max(1, scratch_bytes(rows.device) // max(1, 4 * dtype.itemsize * count * size))
         features = []
         for some in torch.split(rows, step):
@@ -213,7 +213,7 @@ class MatrixSketch:
             torch.mul(some.view(len(some), d_out, d_in), signs[:, :d_in].to(dtype), out=entries[:, :, :d_in])
             entries[:, :, d_in:] = 0
             alone = scratch.get("pieces", (len(some), count, 2 * size), dtype, rows.device).zero_()
-            alone.scatter_(2, places.expand(len(some), -1, -1), entries.view(len(some), count, size))
+            alone.scatter_(2, columns.expand(len(some), -1, -1), entries.view(len(some), count, size))
             starts = torch.arange(len(some), dtype=torch.int32, device=rows.device) * count
             index = (starts[:, None] + self._order).flatten()
             sums = torch.embedding_bag(alone.view(-1, 2 * size), index, starts)[0]
@@ -293,8 +293,8 @@ class MatrixSketch:
         if (first, count) not in self._slots:
             shifts = self._hashes.by_row[0][first : first + count].flatten()
             counts = torch.bincount(shifts, minlength=self._proj_dim)
-            found = torch.argsort(shifts, stable=True), counts.cumsum(0) - counts
-            self._slots[first, count] = found[0].int(), found[1].int()
+            slots = torch.argsort(shifts, stable=True), counts.cumsum(0) - counts
+            self._slots[first, count] = slots[0].int(), slots[1].int()
         return self._slots[first, count]
 
     def _made_by(self, kernels: ModuleType) -> MatrixKernel:

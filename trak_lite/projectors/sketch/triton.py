@@ -102,11 +102,11 @@ def _ring_sums(
     tile = segment * segment_tiles
     stop = tl.minimum(tile + segment_tiles, num_tiles)
     while tile < stop:
-        places = columns - tl.load(offsets_ptr + tile)
-        places = tl.where(places < 0, places + width, places)
+        positions = columns - tl.load(offsets_ptr + tile)
+        positions = tl.where(positions < 0, positions + width, positions)
         # Without this hint, Triton makes rows the fastest axis: reads are scattered, and every sign is hashed for every
         # row. The hint is wrong where the ring wraps, but harmless: the alignment is unknown, so no read is widened.
-        entries = tl.max_contiguous((first_tile.to(tl.int64) + tile) * width + places, block_columns)
+        entries = tl.max_contiguous((first_tile.to(tl.int64) + tile) * width + positions, block_columns)
         signs = _entry_signs(entries, key, high_key, next_high_key, crossing)
         read = (rows < num_rows)[:, None] & ((columns < width) & (entries < num_entries))[None, :]
         grads = tl.load(row_ptrs + entries[None, :] * entry_stride, mask=read, other=0.0)
@@ -153,12 +153,12 @@ def _tile_sums(
     while block < blocks:
         within = columns - tl.load(fold_offsets_ptr + block)
         within = tl.where(within < 0, within + size, within)
-        places = block * size + within
-        entries = places - offset
+        positions = block * size + within
+        entries = positions - offset
         entries = tl.where(entries < 0, entries + width, entries)
         entries = tl.max_contiguous(entries, block_columns).to(tl.int64)  # see _ring_sums
         signs = _entry_signs(entries, key, high_key, high_key, crossing)
-        signs *= _entry_signs(places.to(tl.int64), fold_key, fold_high_key, fold_high_key, crossing)
+        signs *= _entry_signs(positions.to(tl.int64), fold_key, fold_high_key, fold_high_key, crossing)
         read = (rows < num_rows)[:, None] & ((columns < size) & (entries < num_entries))[None, :]
         grads = tl.load(row_ptrs + entries[None, :] * entry_stride, mask=read, other=0.0)
         total += grads.to(total.dtype) * signs.to(total.dtype)[None, :]
@@ -303,10 +303,10 @@ def _add_rows(
     terms: tl.tuple = ()
     for ahead in tl.static_range(unroll):
         code = listed[ahead].to(tl.uint32)
-        places = columns - (code >> 1).to(tl.int32)
-        within = (places >= 0) & (places < width)
-        signs = tl.load(signs_ptr + places, mask=within, other=0.0)
-        entries = (listed[ahead] >> 32) * row_stride + places.to(tl.int64) * entry_stride
+        positions = columns - (code >> 1).to(tl.int32)
+        within = (positions >= 0) & (positions < width)
+        signs = tl.load(signs_ptr + positions, mask=within, other=0.0)
+        entries = (listed[ahead] >> 32) * row_stride + positions.to(tl.int64) * entry_stride
         read = inside & (ahead < count) & within[None, :]
         grads = tl.load(grads_ptr + entries[None, :], mask=read, other=0.0)
         terms = terms + ((grads, signs * (1.0 - 2.0 * (code & 1).to(tl.float32))),)  # noqa: RUF005
@@ -362,19 +362,19 @@ def _matrix_sums(
         while part < stop_part:
             facts = facts_ptr + part * 4
             bounds = bounds_ptr + tl.load(facts) + half * tl.num_programs(0) + tl.program_id(0)
-            place = tl.load(bounds)
+            index = tl.load(bounds)
             stop = tl.load(bounds + 1)
             part_ptrs = sample_ptrs + tl.load(facts + 1) * entry_stride
             width = tl.load(facts + 2).to(tl.int32)
             part_signs = signs_ptr + tl.load(facts + 3)
             extended = columns + half * size
-            while place < stop:
-                rows = lists_ptr + place
+            while index < stop:
+                rows = lists_ptr + index
                 total = _add_rows(
                     total,
                     part_ptrs,
                     rows,
-                    stop - place,
+                    stop - index,
                     extended,
                     inside,
                     part_signs,
@@ -383,7 +383,7 @@ def _matrix_sums(
                     entry_stride,
                     unroll,
                 )
-                place += unroll
+                index += unroll
             part += 1
         tl.store(sum_ptrs, total, mask=inside)
 
@@ -554,9 +554,9 @@ def _expected_entries(device: torch.device) -> Iterator[tuple[Callable[[Tensor],
     yield vector(offsets.tolist(), [0], 2), matrix(buckets, hash_signs(5, 0, 20, device=host), 8)
 
     folds = torch.tensor([1, 2], device=host)
-    places = (entries[:6] + 3) % 8
-    signs = hash_signs(5, 0, 6, device=host) * hash_signs(6, 0, 8, device=host)[places]
-    yield vector([3], folds.tolist(), 1), matrix((places % 4 + folds[places // 4]) % 4, signs, 4)
+    positions = (entries[:6] + 3) % 8
+    signs = hash_signs(5, 0, 6, device=host) * hash_signs(6, 0, 8, device=host)[positions]
+    yield vector([3], folds.tolist(), 1), matrix((positions % 4 + folds[positions // 4]) % 4, signs, 4)
 
     shifts, signs = torch.tensor([66, 2, 69], device=host), hash_signs(5, 0, 70, device=host)
     tables = (torch.arange(70, device=host), signs, torch.where(torch.arange(70, device=host) < 5, signs, 0))

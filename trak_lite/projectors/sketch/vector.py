@@ -156,8 +156,8 @@ class VectorSketch:
             blocks = ring.gather(1, self._fold_index.expand(len(ring), -1))
             return functools.reduce(torch.add, torch.split(blocks, size, 1))
         features = torch.zeros(len(ring), size, dtype=ring.dtype, device=ring.device)
-        for place, offset in enumerate(self._fold_offsets):
-            block = ring[:, place * size : (place + 1) * size]
+        for index, offset in enumerate(self._fold_offsets):
+            block = ring[:, index * size : (index + 1) * size]
             features[:, offset:] += block[:, : size - offset]
             if offset:
                 features[:, :offset] += block[:, size - offset :]

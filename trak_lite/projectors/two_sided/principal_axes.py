@@ -99,11 +99,11 @@ class PrincipalAxes:
         self.k_out = positive_int(k_out=k_out)
         self.shapes = {name: (int(d_out), int(d_in)) for name, (d_out, d_in) in shapes.items()}
         expected = _axes_shapes(self.shapes, self.k_in, self.k_out)
-        found = {key: tuple(axes.shape) for key, axes in columns.items()}
-        if found != expected:
-            wrong = [key for key in {**expected, **found} if expected.get(key) != found.get(key)][:3]
+        actual = {key: tuple(axes.shape) for key, axes in columns.items()}
+        if actual != expected:
+            wrong = [key for key in {**expected, **actual} if expected.get(key) != actual.get(key)][:3]
             raise InvalidInputError(
-                f"Principal axes {wrong} have shapes {[found.get(key) for key in wrong]}, expected "
+                f"Principal axes {wrong} have shapes {[actual.get(key) for key in wrong]}, expected "
                 f"{[expected.get(key) for key in wrong]} (None: no axes). Fit the axes again."
             )
         self._columns = {
@@ -239,8 +239,8 @@ class _Covariances:
                 f"The gradients of {block.name!r} came factored in one block and formed in another, and the two have "
                 "covariances on different scales. Use batches of one shape, or covariances='gradients'."
             )
-        found = _covariances(block, self._shapes[block.name], wanted, from_factors=self._from_factors)
-        for suffix, covariance in zip(_SUFFIXES.values(), found, strict=True):
+        covariances = _covariances(block, self._shapes[block.name], wanted, from_factors=self._from_factors)
+        for suffix, covariance in zip(_SUFFIXES.values(), covariances, strict=True):
             key = block.name + suffix
             if covariance is not None:
                 self._sums[key] = covariance if key not in self._sums else self._sums[key] + covariance
@@ -267,12 +267,12 @@ def _covariances(
         return [side.T @ side if need else None for side, need in zip((rows, columns), wanted, strict=True)]
     dtype = sum_dtype(torch.promote_types(block.inputs.dtype, block.output_grads.dtype))
     inputs, output_grads = block.inputs.to(dtype), block.output_grads.to(dtype)
-    found: list[Tensor | None] = []
+    covariances: list[Tensor | None] = []
     for side, other, need in zip((output_grads, inputs), (inputs, output_grads), wanted, strict=True):
         # G^T G = X^T (O O^T) X: the gradient G = O^T X of a sample is not formed.
         weighted = side if from_factors else (other @ other.transpose(1, 2)) @ side
-        found.append(weighted.flatten(0, 1).T @ side.flatten(0, 1) if need else None)
-    return found
+        covariances.append(weighted.flatten(0, 1).T @ side.flatten(0, 1) if need else None)
+    return covariances
 
 
 def _leading(key: str, covariance: Tensor, count: int) -> Tensor:

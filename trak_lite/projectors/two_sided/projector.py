@@ -196,9 +196,9 @@ class TwoSidedProjector(AbstractProjector):
                 self._add_rows(sums, matrix, block, model_id)
 
         def features() -> Tensor:
-            own = rest.features() if others else None
-            total = sums.whole(None if own is None else own.device)
-            return total if own is None else torch.cat([total, own.to(total.device)], 1)
+            rest_features = rest.features() if others else None
+            total = sums.whole(None if rest_features is None else rest_features.device)
+            return total if rest_features is None else torch.cat([total, rest_features.to(total.device)], 1)
 
         return Accumulator(add, features)
 

@@ -293,8 +293,8 @@ class StoreLook(ABC):
         before = len(self.findings)
         for array in spec.arrays:
             try:
-                found = self._document(f"{path}/{array.name}")
-                check_array(found, where, array, spec, under_way=sizes_under_way(record))
+                document = self._document(f"{path}/{array.name}")
+                check_array(document, where, array, spec, under_way=sizes_under_way(record))
             except StoreError as error:
                 self._damage(path, str(error), _RESTORE, column=array.name)
         if len(self.findings) == before:
@@ -405,14 +405,14 @@ class DiskLook(StoreLook):
                 self._damage(path, str(error), self._list_again)
 
     def _listed(self, tables: TableList, path: str) -> None:
-        identity, found = tables.identity(path), self._identities.get(path)
+        identity, recorded = tables.identity(path), self._identities.get(path)
         metadata = f"{path}/{_METADATA}"
         if identity is None and self._has(metadata):
             if tables.identity(path) is None and is_old(self._at(metadata)):
                 self._note(f"the table {path!r} is not listed: its creation was interrupted", NEXT_WRITER)
-        elif None not in (identity, found) and identity != found:
+        elif None not in (identity, recorded) and identity != recorded:
             record = self._attributes_of(path)
-            if record and identity_of(record) == found and tables.identity(path) == identity:
+            if record and identity_of(record) == recorded and tables.identity(path) == identity:
                 self._damage(path, OTHER_TABLE, _PUT_BACK_TABLE)
 
     def _scratch(self, path: str) -> None:

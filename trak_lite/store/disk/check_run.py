@@ -22,37 +22,37 @@ _NEXT_RUN = "delete it: the next recipe.train(path) or replay makes it again"
 def check_run(root: str, *, repair: bool) -> Report:
     """Check a run's folder: record, states, unfinished blocks, and its store of scores, which is also repaired."""
     root = os.path.realpath(root)  # below it no link is followed
-    found: list[Finding] = []
+    findings: list[Finding] = []
     tally = Tally()
     try:
         identity = run_identity(parse_json(sealed_content(f"{root}/{RUN}", RUN))["fingerprint"])
     except (StoreError, ValueError, KeyError, TypeError) as error:
         text = "the states and blocks were not checked: the record of the run must be restored first"
-        found = [
+        findings = [
             Finding("damage", None, str(error), _NEXT_RUN),
             Finding("note", None, text, "check again afterwards"),
         ]
     else:
-        for path in _run_files(root, found):
+        for path in _run_files(root, findings):
             folder, name = os.path.basename(os.path.dirname(path)), os.path.basename(path)
             try:
                 tally.bytes += len(sealed_content(path, f"{identity}/{folder}/{name}"))
             except StoreError as error:
                 if os.path.lexists(path):  # otherwise a replay has finished the block meanwhile
-                    found.append(Finding("damage", None, str(error), _NEXT_RUN))
+                    findings.append(Finding("damage", None, str(error), _NEXT_RUN))
     try:
         refuse_links(f"{root}/scores.zarr")
     except StoreError as error:
-        found.append(Finding("damage", None, str(error), "replace it by the folder"))
-        return Report(root, tuple(found), tally)
+        findings.append(Finding("damage", None, str(error), "replace it by the folder"))
+        return Report(root, tuple(findings), tally)
     if not os.path.lexists(f"{root}/scores.zarr"):
-        return Report(root, tuple(found), tally)
+        return Report(root, tuple(findings), tally)
     scores = check_folder(f"{root}/scores.zarr", repair=repair)
     tally.add(scores.tally)
-    return Report(root, (*found, *scores.findings), tally, scores.set_aside)
+    return Report(root, (*findings, *scores.findings), tally, scores.set_aside)
 
 
-def _run_files(root: str, found: list[Finding]) -> Iterator[str]:
+def _run_files(root: str, findings: list[Finding]) -> Iterator[str]:
     """Yield the paths of the states and blocks of a run; add folders that cannot be listed to the findings."""
     try:
         folders = [
@@ -65,7 +65,7 @@ def _run_files(root: str, found: list[Finding]) -> Iterator[str]:
                     f"{folder}/{name}" for name in sorted(names_in(folder)) if not name.startswith(".")
                 )
     except StoreError as error:
-        found.append(Finding("damage", None, str(error), "put the folder back"))
+        findings.append(Finding("damage", None, str(error), "put the folder back"))
 
 
 def run_identity(fingerprint: dict[str, Any]) -> str:

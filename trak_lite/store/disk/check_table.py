@@ -88,19 +88,19 @@ class TableLook:
 
     def findings(self) -> list[Finding]:
         """Check the table once and return all findings. Lists the folders before reading the logs, as readers do."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         chunks: set[int] = set()
         try:
             for column in self.files.columns:
-                found += self._column(column, chunks)
-            found += self._stage(chunks)
-            found += self._commit_logs()
+                findings += self._column(column, chunks)
+            findings += self._stage(chunks)
+            findings += self._commit_logs()
         except StoreError as error:
-            return [*found, Finding("damage", self.path, str(error), "put the folder back, readable")]
+            return [*findings, Finding("damage", self.path, str(error), "put the folder back, readable")]
         chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
         for chunk in sorted(chunks):
-            found += self._chunk(chunk)
-        return found
+            findings += self._chunk(chunk)
+        return findings
 
     def _chunk(self, chunk: int) -> tuple[Finding, ...]:
         state = self._settled(chunk)
@@ -114,8 +114,8 @@ class TableLook:
         return state.findings
 
     def _column(self, column: ColumnFiles, chunks: set[int]) -> Iterator[Finding]:
-        own = {_METADATA, STAGE, COMMITS, SET_ASIDE} if column is self.files.columns[0] else {_METADATA}
-        for name in sorted(set(names_in(column.folder)) - own):
+        reserved = {_METADATA, STAGE, COMMITS, SET_ASIDE} if column is self.files.columns[0] else {_METADATA}
+        for name in sorted(set(names_in(column.folder)) - reserved):
             chunk = column.chunk_of(name)
             if chunk is None:
                 yield Finding("note", self.path, f"{name!r} is not a chunk", NOT_OURS, column=column.name)
@@ -130,8 +130,8 @@ class TableLook:
         for name in sorted(names_in(self.files.stage)):
             number = re.match(r"[0-9]{1,18}", name)
             chunk = -1 if number is None else int(number[0])
-            known = [os.path.basename(path) for path in self.files.staged_paths(chunk)]
-            if name in known and chunk < self.files.num_chunks:
+            staged = [os.path.basename(path) for path in self.files.staged_paths(chunk)]
+            if name in staged and chunk < self.files.num_chunks:
                 chunks.add(chunk)
             else:
                 yield Finding("note", self.path, f"{STAGE}/{name!r} belongs to no chunk", NOT_OURS)
@@ -160,15 +160,15 @@ class TableLook:
         A check is repeated if the chunk was committed or moved back to the stage meanwhile. Findings are reported only
         if two consecutive checks agree.
         """
-        found: tuple[Finding, ...] | None = None
+        findings: tuple[Finding, ...] | None = None
         while True:
             before = self._names_of(chunk)
             state = self._state(chunk)
             # A chunk that is committed during the check could seem to have neither a row log nor a visible file.
             same = self._names_of(chunk) == before
-            if same and state.findings in ((), found):
+            if same and state.findings in ((), findings):
                 return state
-            found = state.findings if same else None
+            findings = state.findings if same else None
             self._logs.poll_each()
 
     def _state(self, chunk: int) -> _ChunkState:
@@ -207,8 +207,8 @@ class TableLook:
         if record is None:
             return [self._damage(chunk, _UNRECORDED)]
         rows = self.files.rows_in(chunk)
-        known = rows if record.rows <= rows else self.files.rows_on_disk(chunk)
-        if not 0 < record.rows <= known:
+        limit = rows if record.rows <= rows else self.files.rows_on_disk(chunk)
+        if not 0 < record.rows <= limit:
             return [self._damage(chunk, f"committed with {record.rows} rows, the chunk has {rows}")]
         problems = {column.name: self._problem(column, record) for column in self.files.columns}
         return [self._damage(chunk, text, column=name) for name, text in problems.items() if text]
@@ -218,11 +218,11 @@ class TableLook:
         path = column.visible(record.chunk)
         try:
             with named_errors("Reading", path):
-                seen = file_size(path)
-                if seen is None:
+                size = file_size(path)
+                if size is None:
                     return "removed during the check"
-                checksum = functools.partial(_stored_checksum, path, seen)
-                return record.problem(column.name, seen, column.chunk_bytes, checksum)
+                checksum = functools.partial(_stored_checksum, path, size)
+                return record.problem(column.name, size, column.chunk_bytes, checksum)
         except StoreError as error:
             return str(error)
 
@@ -327,14 +327,14 @@ class TableLook:
 
     def _move(self, paths: Sequence[str], chunk: int | None, rows: tuple[range, ...]) -> None:
         """Move the existing files among ``paths`` to a new folder."""
-        found = [path for path in paths if os.path.lexists(path)]
-        if not found:
+        sources = [path for path in paths if os.path.lexists(path)]
+        if not sources:
             return
         folder = self._new_folder(chunk)
-        for path in found:
+        for path in sources:
             rename(path, f"{folder}/{os.path.basename(os.path.dirname(path))}-{os.path.basename(path)}")
             failpoint("file_set_aside")
-        for changed in {folder, *map(os.path.dirname, found)}:
+        for changed in {folder, *map(os.path.dirname, sources)}:
             sync_folder(changed)
         self.set_aside.append(SetAside(self.path, chunk, rows, folder))
 

@@ -113,8 +113,8 @@ class ColumnFiles:
 
     def chunk_of(self, name: str) -> int | None:
         """Return the chunk with this final file name, or ``None`` if it is not the name of a chunk."""
-        found = (_MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY).fullmatch(name)
-        return None if found is None else int(found[1])
+        match = (_MATRIX_KEY if len(self.shape) == 2 else _VECTOR_KEY).fullmatch(name)
+        return None if match is None else int(match[1])
 
 
 @final
@@ -164,10 +164,10 @@ class TableFiles:
         """Return the record in the table's ``zarr.json`` now (empty: no file); CorruptStoreError if it is damaged."""
         text = read_zarr_bytes(self.folder) or b""
         if text != self._record[0]:
-            own = (
+            attributes = (
                 own_attributes(parse_zarr_json(text, f"{self.folder}/zarr.json"), self.folder) if text else {}
             )
-            self._record = text, own
+            self._record = text, attributes
         return self._record[1]
 
     def row_log(self, chunk: int) -> str:
@@ -185,8 +185,8 @@ class TableFiles:
 
     def staged_chunks(self) -> set[int]:
         """Return the chunks that have staged files."""
-        found = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
-        return {int(match[1]) for match in found if match and int(match[1]) < self.num_chunks}
+        matches = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
+        return {int(match[1]) for match in matches if match and int(match[1]) < self.num_chunks}
 
     def marks(self) -> NDArray[np.bool_]:
         """Return a mask of all rows, filled with ``False``; CorruptStoreError if memory does not suffice for it."""
@@ -352,11 +352,11 @@ class FolderChunks(PublishedChunks):
                 chunks.intersection_update(range(self._files.num_chunks))
         everywhere = set.intersection(*visible)
         self._refuse_strangers(set.union(*visible))
-        known = self.committed
+        committed = self.committed
         self.committed = {
             chunk: self._latest[chunk]
             for chunk in everywhere
-            if chunk in known or self._is_whole(chunk, self._latest[chunk])
+            if chunk in committed or self._is_whole(chunk, self._latest[chunk])
         }
         self._close_finished_log()
 
@@ -482,25 +482,25 @@ class FolderChunks(PublishedChunks):
             state = stamp(path)  # taken before mapping, so that later writes change it
             content = self._whole(path, size, record.chunk)
         if self._check and self._seen.get(key) != state:
-            found = crc32c(content)
-            if found != checksum:
+            computed = crc32c(content)
+            if computed != checksum:
                 raise CorruptStoreError(
                     f"{path}, {self._files.describe(record.chunk)}: the checksum differs from the commit record: "
-                    f"{found:08x}, recorded {checksum:08x}. {self.remedy(record.chunk)}"
+                    f"{computed:08x}, recorded {checksum:08x}. {self.remedy(record.chunk)}"
                 )
             self._seen[key] = state
         return content
 
     def _whole(self, path: str, size: int, chunk: int) -> NDArray[np.uint8]:
-        seen = file_size(path)
-        if seen is None:
+        actual = file_size(path)
+        if actual is None:
             raise IncompleteStoreError(
                 f"{path} was removed after it was committed: {self._files.describe(chunk)} are pending. "
                 "Run again to compute them."
             )
-        if seen != size:
+        if actual != size:
             raise CorruptStoreError(
-                f"{path}, {self._files.describe(chunk)}: {seen} bytes, expected {size}. {self.remedy(chunk)}"
+                f"{path}, {self._files.describe(chunk)}: {actual} bytes, expected {size}. {self.remedy(chunk)}"
             )
         return map_file(path, size, mapped=self._mapped)
 

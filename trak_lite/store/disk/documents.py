@@ -149,18 +149,20 @@ def _digest(value: Mapping[str, Any]) -> str:
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return the ``trak_lite`` attributes of a group's document (a group of tables: empty), whose checksum is right."""
     attributes = document.get("attributes")
-    own = attributes.get("trak_lite") if isinstance(attributes, dict) else None
+    record = attributes.get("trak_lite") if isinstance(attributes, dict) else None
     kind = document.get("zarr_format"), document.get("node_type")
-    if kind != (3, "group") or not isinstance(own, dict):
+    if kind != (3, "group") or not isinstance(record, dict):
         raise CorruptStoreError(
             f"{folder}/zarr.json does not describe a zarr group with trak_lite's attributes. {_RESTORE}"
         )
-    other_format = "columns" not in own and type(own.get("format")) is int and own["format"] != FORMAT
-    if own and not other_format and own.get(CHECKSUM) != record_checksum(own):
+    other_format = (
+        "columns" not in record and type(record.get("format")) is int and record["format"] != FORMAT
+    )
+    if record and not other_format and record.get(CHECKSUM) != record_checksum(record):
         raise CorruptStoreError(
             f"{folder}/zarr.json does not match its checksum: it was changed after it was written. {_RESTORE}"
         )
-    return own
+    return record
 
 
 def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
@@ -181,8 +183,8 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
             )
         )
     fingerprint, made_with = record.get("fingerprint"), record.get("made_with")
-    known = version == FORMAT and isinstance(record.get("origin"), str)
-    if not known or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
+    is_store = version == FORMAT and isinstance(record.get("origin"), str)
+    if not is_store or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
         raise CorruptStoreError(
             f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
             f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
@@ -193,12 +195,12 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
 
 def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the table attributes in the record of a table; CorruptStoreError if they are not a mapping."""
-    found = record.get("attributes", {})
-    if not isinstance(found, dict):
+    attributes = record.get("attributes", {})
+    if not isinstance(attributes, dict):
         raise CorruptStoreError(
-            f"{where} records {type(found).__name__} as attributes, expected a mapping. {_RESTORE}"
+            f"{where} records {type(attributes).__name__} as attributes, expected a mapping. {_RESTORE}"
         )
-    return dict(found)
+    return dict(attributes)
 
 
 def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where: str) -> TableSpec:
@@ -243,7 +245,7 @@ def sizes_under_way(record: Mapping[str, Any]) -> list[int]:
 
 
 def check_array(
-    found: Mapping[str, Any] | None,
+    document: Mapping[str, Any] | None,
     folder: str,
     array: StoredArray,
     spec: TableSpec,
@@ -256,50 +258,50 @@ def check_array(
     :func:`sizes_under_way`. A missing document (``None``) and every differing key are named in a CorruptStoreError.
     """
     path = f"{folder}/{array.name}/zarr.json"
-    if found is None:
+    if document is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
     expected = array_document(array, spec)
     shapes = [list(array.shape(rows)) for rows in (spec.num_rows, *under_way)]
-    expected["shape"] = next((shape for shape in shapes if shape == found.get("shape")), shapes[0])
-    own = expected.pop("attributes").get("trak_lite")
-    differing = _differing(expected, found)
-    attributes = found.get("attributes")
+    expected["shape"] = next((shape for shape in shapes if shape == document.get("shape")), shapes[0])
+    record = expected.pop("attributes").get("trak_lite")
+    differing = _differing(expected, document)
+    attributes = document.get("attributes")
     if not isinstance(attributes, dict):
         differing.append(f"attributes is {attributes!r:.100}, expected a mapping")
-    elif not _same(own, attributes.get("trak_lite")):
-        differing.append(f"attributes.trak_lite is {attributes.get('trak_lite')!r:.100}, expected {own!r}")
+    elif not _same(record, attributes.get("trak_lite")):
+        differing.append(f"attributes.trak_lite is {attributes.get('trak_lite')!r:.100}, expected {record!r}")
     if differing:
         raise CorruptStoreError(f"{path} contradicts its table: {'; '.join(differing)}. {_RESTORE}")
 
 
-def check_hidden(found: Mapping[str, Any] | None, folder: str) -> None:
+def check_hidden(document: Mapping[str, Any] | None, folder: str) -> None:
     """Raise CorruptStoreError unless the ``zarr.json`` of a hidden folder is what the store would write."""
     expected = hidden_document(os.path.basename(folder).removeprefix("."))
-    differing = ["it is missing"] if found is None else _differing(expected, found)
+    differing = ["it is missing"] if document is None else _differing(expected, document)
     if differing:
         raise CorruptStoreError(f"{folder}/zarr.json is not as it was written: {'; '.join(differing)}.")
 
 
-def _differing(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _differing(expected: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
     # zarr refuses a document with other keys, unless their values say that they need not be understood.
     strange = [
         f"{key!r:.100} is not a key of such a file"
-        for key, value in found.items()
+        for key, value in document.items()
         if key not in {*expected, "attributes"}
         and not (isinstance(value, dict) and value.get("must_understand") is False)
     ]
-    if not strange and _same(expected, {key: found.get(key) for key in expected}):
+    if not strange and _same(expected, {key: document.get(key) for key in expected}):
         return []
     return strange[:10] + [
-        f"{key} is {found.get(key)!r:.100}, expected {value!r}"
+        f"{key} is {document.get(key)!r:.100}, expected {value!r}"
         for key, value in expected.items()
-        if not _same(value, found.get(key))
+        if not _same(value, document.get(key))
     ]
 
 
-def _same(expected: Any, found: Any) -> bool:
+def _same(expected: Any, actual: Any) -> bool:
     """Return whether two JSON values are equal; unlike ``==``, distinguishes 1, 1.0 and true."""
-    return canonical_json(expected) == canonical_json(found)
+    return canonical_json(expected) == canonical_json(actual)
 
 
 def read_zarr_json(folder: str) -> dict[str, Any] | None:

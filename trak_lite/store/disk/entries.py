@@ -79,10 +79,10 @@ def encode_array(name: str, key: str, array: NDArray[Any], bound: tuple[str, ...
 def decode_array(content: bytes, name: str) -> DecodedArray | None:
     """Return the content of a file of :func:`encode_array`; ``None`` if it is damaged or has another name."""
     try:
-        found = safetensors.numpy.load(content)
-        about = parse_json(found["about"])
-        array, key, bound = found["array"], about["key"], tuple(about.get("bound", ()))
-        right = (about["name"], len(found), len(bound)) in ((name, 2, 0), (name, 2, 2))
+        arrays = safetensors.numpy.load(content)
+        about = parse_json(arrays["about"])
+        array, key, bound = arrays["array"], about["key"], tuple(about.get("bound", ()))
+        right = (about["name"], len(arrays), len(bound)) in ((name, 2, 0), (name, 2, 2))
         if right and all(isinstance(text, str) for text in (key, *bound)):
             right = _array_checksum(name, key, array, bound) == about["crc32c"]
             return DecodedArray(array, key, bound) if right else None
@@ -172,11 +172,11 @@ class StoreEntries:
             CorruptStoreError: If the entry is damaged, was removed or is not the one that the store has written.
             ManifestMismatchError: If it was written by a version that did not bind entries to their store.
         """
-        found, wrong = self._read(name)
+        entry, wrong = self._read(name)
         if wrong is not None:
             kind = ManifestMismatchError if wrong == _UNBOUND else CorruptStoreError
             raise kind(f"The entry {name!r} of {self.where} {wrong}. What helps: {self.remedy(wrong)}.")
-        return found.array if found is not None and found.key == key else None
+        return entry.array if entry is not None and entry.key == key else None
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Store an entry, replacing any of the same name."""
@@ -197,17 +197,17 @@ class StoreEntries:
         """Delete an entry if it exists."""
         file, mark = entry_files(name)
         with self.lock() if self.lock else contextlib.nullcontext():
-            if (known := self._versions(name)) is not None:
-                self._mark(name, {*known, _NO_FILE})
+            if (versions := self._versions(name)) is not None:
+                self._mark(name, {*versions, _NO_FILE})
             self.files.delete(file)
             failpoint("entry_removed")
             self.files.delete(mark)
 
     def bind(self, name: str) -> bool:
         """Take over an entry if it is not bound to a store; return whether the entry is sound now."""
-        found, wrong = self._read(name)
-        if found is not None and wrong == _UNBOUND:
-            self.put(name, found.key, found.array)
+        entry, wrong = self._read(name)
+        if entry is not None and wrong == _UNBOUND:
+            self.put(name, entry.key, entry.array)
             return True
         return wrong is None
 
@@ -248,30 +248,30 @@ class StoreEntries:
         """Return an entry, and what is wrong with it."""
         keys = entry_files(name)
         while True:
-            content, mark = seen = tuple(self.files.get(key) for key in keys)
-            found = None if content is None else decode_array(content, name)
-            wrong = self._wrong(name, found, content, mark)
-            if wrong is None or seen == tuple(self.files.get(key) for key in keys):
-                return found, wrong
+            content, mark = contents = tuple(self.files.get(key) for key in keys)
+            entry = None if content is None else decode_array(content, name)
+            wrong = self._wrong(name, entry, content, mark)
+            if wrong is None or contents == tuple(self.files.get(key) for key in keys):
+                return entry, wrong
             # Otherwise a writer changed it between the two reads: read again.
 
     def _wrong(
-        self, name: str, found: DecodedArray | None, content: bytes | None, mark: bytes | None
+        self, name: str, entry: DecodedArray | None, content: bytes | None, mark: bytes | None
     ) -> str | None:
         allowed = {_NO_FILE} if mark is None else self._decoded(name, mark)
         if allowed is None:
             return f"has a damaged mark in {TABLES}"
         if content is None:
             return None if _NO_FILE in allowed else "was removed, but not by the store"
-        if found is None:
+        if entry is None:
             return "is damaged"
-        if not found.bound:
+        if not entry.bound:
             is_old = "id" not in (self.record or {})  # created by a version that did not bind entries
             # A mark that allows no file is that of a write that was killed before it replaced this entry.
             return _UNBOUND if is_old and _NO_FILE in allowed else "belongs to another store"
-        if self.store not in (None, found.bound[0]):
+        if self.store not in (None, entry.bound[0]):
             return "belongs to another store"
-        return None if found.bound[1] in allowed else "is not the one that the store lists"
+        return None if entry.bound[1] in allowed else "is not the one that the store lists"
 
     def _versions(self, name: str) -> set[str] | None:
         """Return the versions in a mark; ``None`` without one, or if it is damaged."""

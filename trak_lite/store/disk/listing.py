@@ -106,8 +106,8 @@ class TableList:
     def require(self) -> None:
         """Raise CorruptStoreError if the list is missing; without it, lost tables would go unnoticed."""
         with named_errors("Reading", self.folder):
-            found = file_size(f"{self.folder}/{_METADATA}")
-        if found is None:
+            size = file_size(f"{self.folder}/{_METADATA}")
+        if size is None:
             raise CorruptStoreError(
                 f"{self.folder}/{_METADATA} is missing: the list of the store's tables. Restore the folder from a "
                 "backup, or call check_store(path, repair=True), which lists the tables that exist."

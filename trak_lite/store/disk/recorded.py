@@ -121,15 +121,15 @@ class RecordedFeatureStore(AbstractFeatureStore):
         listed = {path for path in paths if path is not None and path.startswith(start)}
         if not nested:
             listed = {path for path in listed if "/" not in path}
-        found = set(self._tables_below(start, listed, nested=nested))
+        names = set(self._tables_below(start, listed, nested=nested))
         # Others were just created, or the metadata of a parent group is missing.
-        found.update(path for path in listed - found if self._table_record(path) is not None)
-        return sorted(found, key=natural_order)
+        names.update(path for path in listed - names if self._table_record(path) is not None)
+        return sorted(names, key=natural_order)
 
     def cached(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the cached array with this name and key, or ``None`` if it is missing or damaged."""
-        found = decode_array(self._cache.get(f"{CACHE}/{array_file_name(name)}") or b"", name)
-        return None if found is None or (found.key, found.bound) != (key, ()) else found.array
+        entry = decode_array(self._cache.get(f"{CACHE}/{array_file_name(name)}") or b"", name)
+        return None if entry is None or (entry.key, entry.bound) != (key, ()) else entry.array
 
     def cache(self, name: str, key: str, array: NDArray[Any]) -> None:
         """Cache a derived array, replacing any array of the same name."""
@@ -143,7 +143,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         return self._entries.get(name, key)
 
     def put_entry(self, name: str, key: str, array: NDArray[Any]) -> None:
-        """Store an array that cannot be recomputed, replacing any entry of the same name."""
+        """Store an array that cannot be recomputed; see :meth:`AbstractFeatureStore.put_entry`."""
         check_derived(name, key, array)
         self._require_writable()
         self._make_hidden(ENTRIES)

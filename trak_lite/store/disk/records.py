@@ -46,8 +46,8 @@ def holder_lives(path: str) -> bool:
             line = file.read(HOLDER_BYTES)
     except FileNotFoundError:
         return False
-    found = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", line.strip())
-    if found is None or not 0 < (pid := int(found[1])) <= _HIGHEST_PID or line != holder_line(pid):
+    match = re.fullmatch(rb"pid ([0-9]{1,10}) on .*", line.strip())
+    if match is None or not 0 < (pid := int(match[1])) <= _HIGHEST_PID or line != holder_line(pid):
         return False
     try:
         os.kill(pid, 0)
@@ -79,18 +79,16 @@ class CommitRecord:
     writer: str | None = None
     """Process that committed the chunk (remote stores only); used in messages, never compared."""
 
-    def problem(self, name: str, seen: int, expected: int, checksum: Callable[[], int]) -> str | None:
+    def problem(self, name: str, actual: int, expected: int, checksum: Callable[[], int]) -> str | None:
         """Return how the bytes of an array contradict the record, or ``None``.
 
-        Their number is ``seen``, ``expected`` by the shape of the table; the CRC-32C is computed only if it is right.
+        Their number is ``actual``, ``expected`` by the shape of the table; the CRC-32C is computed only if it is right.
         """
         size, recorded = self.columns.get(name, (None, None))
-        if not seen == size == expected:
-            return f"{seen} bytes, expected {expected}, the commit record says {size}"
-        found = checksum()
-        return (
-            None if found == recorded else f"checksum {found:08x}, the commit record says {recorded or 0:08x}"
-        )
+        if not actual == size == expected:
+            return f"{actual} bytes, expected {expected}, the commit record says {size}"
+        crc = checksum()
+        return None if crc == recorded else f"checksum {crc:08x}, the commit record says {recorded or 0:08x}"
 
     def encode(self) -> bytes:
         """Return the record as a line of a commit log."""
@@ -114,11 +112,11 @@ class CommitRecord:
         if not body or len(body) > _LONGEST_LINE or checksum != b"%08x" % crc32c(body):
             return None
         try:
-            found = json.loads(body.decode())  # str, so that json.loads need not detect the encoding
-            columns = {name: (_count(size), _count(crc)) for name, (size, crc) in found["columns"].items()}
-            writer = None if found.get("writer") is None else str(found["writer"])
-            chunk, generation, rows = (_count(found[key]) for key in ("chunk", "generation", "rows"))
-            table = found["table"]
+            fields = json.loads(body.decode())  # str, so that json.loads need not detect the encoding
+            columns = {name: (_count(size), _count(crc)) for name, (size, crc) in fields["columns"].items()}
+            writer = None if fields.get("writer") is None else str(fields["writer"])
+            chunk, generation, rows = (_count(fields[key]) for key in ("chunk", "generation", "rows"))
+            table = fields["table"]
             return cls(chunk, generation, rows, columns, table, writer) if isinstance(table, str) else None
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             return None  # valid checksum, but not a commit record
@@ -197,7 +195,7 @@ class CommitLogs:
                 self.damaged[name] = self.damaged.get(name, 0) + 1
             elif record.table != self._table:
                 self.foreign[name] = self.foreign.get(name, 0) + 1
-            elif (known := self.latest.get(record.chunk)) is None or known.generation < record.generation:
+            elif (latest := self.latest.get(record.chunk)) is None or latest.generation < record.generation:
                 self.latest[record.chunk] = record
         self._read_to[name] = offset + whole
         if len(text) == _LONGEST_LINE and not whole:  # too long for a record: ignore the rest of the log

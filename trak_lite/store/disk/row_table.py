@@ -120,12 +120,12 @@ class RowTable(AbstractRowTable):
         mask = self._files.marks()
         while True:
             # Read the logs before the index: a chunk that is committed in between is then found in the index.
-            staged, known = self._files.staged_chunks(), set(self._chunks.committed)
-            for chunk in staged - known:
+            staged, committed = self._files.staged_chunks(), set(self._chunks.committed)
+            for chunk in staged - committed:
                 mask[slice(*self.chunk_range(chunk))] |= self._staged_rows(chunk)
             self._chunks.refresh()
-            late = self._files.staged_chunks() - staged - known
-            if self.num_chunks - 1 not in late and known <= self._chunks.committed.keys():
+            late = self._files.staged_chunks() - staged - committed
+            if self.num_chunks - 1 not in late and committed <= self._chunks.committed.keys():
                 break
             # Otherwise the table has grown meanwhile, and its last chunk is being filled up: look again. Other chunks
             # never go from the index to the logs, so new ones are no reason to: writers may begin some all the time.
@@ -169,9 +169,9 @@ class RowTable(AbstractRowTable):
         pages are private, so the file cannot change even if a caller marks an array writable (as torch requires for
         arrays that it shares).
         """
-        found, record = self.column(column), self._record_of(chunk)
+        schema, record = self.column(column), self._record_of(chunk)
         try:
-            return self._stored_rows(found, record)
+            return self._stored_rows(schema, record)
         except (CorruptStoreError, IncompleteStoreError) as error:
             newer = self._chunks.look_at(chunk)
             if newer is None and isinstance(error, CorruptStoreError):
@@ -179,7 +179,7 @@ class RowTable(AbstractRowTable):
                 self._raise_incomplete(chunk)
             if newer is None or newer == record:
                 raise
-            return self._stored_rows(found, newer)  # set aside by a repair or removed, and committed again
+            return self._stored_rows(schema, newer)  # set aside by a repair or removed, and committed again
 
     def checksums(self, chunk: int) -> dict[str, int]:
         """Return the CRC-32C of each array of a committed chunk from its commit record."""

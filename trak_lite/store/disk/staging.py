@@ -74,9 +74,9 @@ def _mark(files: TableFiles, chunk: int) -> bytes:
     return hashlib.sha256(f"{files.identity}/{chunk}".encode()).digest()[:8]
 
 
-def _is_begun(found: bytes, whole: bytes) -> bool:
+def _is_begun(content: bytes, whole: bytes) -> bool:
     """Return whether these bytes are where a writer was killed: a description is written last, and zeros follow it."""
-    return whole.startswith(found.rstrip(b"\0"))
+    return whole.startswith(content.rstrip(b"\0"))
 
 
 @final
@@ -108,15 +108,15 @@ class StagedRows:
             return file.read(size)
 
     def _scan(self) -> None:
-        place = self.end
-        while place >= 0:
-            frame = self._frame(place)
+        offset = self.end
+        while offset >= 0:
+            frame = self._frame(offset)
             if frame is not None:
                 self.frames.append(frame)
-                self.damaged += place - self.end
-                place = self.end = frame.rows.stop
+                self.damaged += offset - self.end
+                offset = self.end = frame.rows.stop
             else:
-                place = self._log.find(self._mark, place + 1)
+                offset = self._log.find(self._mark, offset + 1)
         if not self._is_torn(self._log[self.end :]):
             self.damaged += len(self._log) - self.end
 
@@ -134,22 +134,22 @@ class StagedRows:
             return True
         return _is_begun(rest[check : check + _CHECK.size], _CHECK.pack(crc32c(rest[:check])))
 
-    def _frame(self, place: int) -> Frame | None:
+    def _frame(self, offset: int) -> Frame | None:
         spec, log = self._files.spec, self._log
-        if log[place : place + 8] != self._mark or place + _FRAME.size > len(log):
+        if log[offset : offset + 8] != self._mark or offset + _FRAME.size > len(log):
             return None
-        _, count, checksum = _FRAME.unpack_from(log, place)
-        check = place + _FRAME.size + 8 * count
+        _, count, checksum = _FRAME.unpack_from(log, offset)
+        check = offset + _FRAME.size + 8 * count
         start = check + _CHECK.size
         if count > spec.chunk_rows or start > len(log):
             return None
-        if log[check:start] != _CHECK.pack(crc32c(log[place:check])):
+        if log[check:start] != _CHECK.pack(crc32c(log[offset:check])):
             return None
-        runs = np.frombuffer(log, "<u4", 2 * count, place + _FRAME.size).reshape(-1, 2).astype(np.int64)
+        runs = np.frombuffer(log, "<u4", 2 * count, offset + _FRAME.size).reshape(-1, 2).astype(np.int64)
         stop = start + int(runs[:, 1].sum()) * spec.row_bytes
         if stop > len(log) or (runs.sum(axis=1) > spec.chunk_rows).any():
             return None
-        return Frame(runs, checksum, slice(place, start), slice(start, stop))
+        return Frame(runs, checksum, slice(offset, start), slice(start, stop))
 
     def _sound(self) -> Iterator[Frame]:
         """Yield the frames whose rows match their checksum."""
@@ -186,17 +186,17 @@ class StagedRows:
         changes = (np.diff(frame_of[:rows]) != 0) | (np.diff(index_of[:rows]) != 1)
         borders = [0, *(np.flatnonzero(changes) + 1).tolist(), rows]
         content = np.frombuffer(self._log, np.uint8)
-        found: list[list[NDArray[np.uint8]]] = [[] for _ in self._files.columns]
+        pieces: list[list[NDArray[np.uint8]]] = [[] for _ in self._files.columns]
         for row, stop in itertools.pairwise(borders):
             if frame_of[row] < 0:
                 continue
             frame = frames[frame_of[row]]
-            place = frame.rows.start
-            for column, parts in zip(self._files.columns, found, strict=True):
-                start = place + int(index_of[row]) * column.row_bytes
+            offset = frame.rows.start
+            for column, parts in zip(self._files.columns, pieces, strict=True):
+                start = offset + int(index_of[row]) * column.row_bytes
                 parts.append(content[start : start + (stop - row) * column.row_bytes])
-                place += int(frame.runs[:, 1].sum()) * column.row_bytes
-        return frame_of[:rows] >= 0, found
+                offset += int(frame.runs[:, 1].sum()) * column.row_bytes
+        return frame_of[:rows] >= 0, pieces
 
     def copy(self, *, sound: bool) -> bytes:
         """Return the log; if ``sound``, only with the rows that match their checksum."""
@@ -253,13 +253,13 @@ class StagedChunk:
         return bool(self.done.all())
 
     def _stamp_of_log(self) -> tuple[int, ...]:
-        found = os.fstat(self._log_fd)
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        status = os.fstat(self._log_fd)
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def prepare(self, known: StagedChunk | None = None) -> None:
-        """Determine which rows are done; read the log if it has changed since ``known``, which was closed."""
-        if known is not None and known.stamp == self._stamp_of_log():
-            self.log_size, self.done = known.log_size, known.done
+    def prepare(self, previous: StagedChunk | None = None) -> None:
+        """Determine which rows are done; read the log if it has changed since ``previous``, which was closed."""
+        if previous is not None and previous.stamp == self._stamp_of_log():
+            self.log_size, self.done = previous.log_size, previous.done
         else:
             staged = StagedRows(self._files, self.chunk, mapped=True)
             self.log_size, self.done = staged.end, staged.done()

@@ -287,11 +287,11 @@ class ZarrFeatureStore(RecordedFeatureStore):
         """Open an existing table, at most once: a second handle would find chunks locked by the first one."""
         while path not in self._tables:
             record = self._require_table(path)
-            place = stamp(f"{self._root}/{path}")
+            state = stamp(f"{self._root}/{path}")
             try:
                 self._tables[path] = self._opened(path, record)
             except (StateError, StoreError, FileNotFoundError):
-                if self._require_table(path) == record and stamp(f"{self._root}/{path}") == place:
+                if self._require_table(path) == record and stamp(f"{self._root}/{path}") == state:
                     raise  # otherwise the table grew or was replaced while it was being opened: try again
         return self._tables[path]
 
@@ -301,8 +301,8 @@ class ZarrFeatureStore(RecordedFeatureStore):
         others = set(names_in(folder)) - {array.name for array in spec.arrays}
         refuse_undescribed(folder, [n for n in others if os.path.lexists(f"{folder}/{n}/zarr.json")])
         for array in spec.arrays:
-            found = read_zarr_json(f"{folder}/{array.name}")
-            check_array(found, folder, array, spec, under_way=sizes_under_way(record))
+            document = read_zarr_json(f"{folder}/{array.name}")
+            check_array(document, folder, array, spec, under_way=sizes_under_way(record))
         files = self._table_files(path, spec)
         if self.writable:
             files.make_folders()
@@ -436,7 +436,7 @@ def _changed(folder: str, scratch_folder: str) -> Iterator[dict[str, Any]]:
     if document is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
     yield document
-    own = document["attributes"].get("trak_lite", {})
-    if CHECKSUM in own:
-        document["attributes"]["trak_lite"] = sealed(own)
+    record = document["attributes"].get("trak_lite", {})
+    if CHECKSUM in record:
+        document["attributes"]["trak_lite"] = sealed(record)
     replace_file(path, encode_document(document), scratch=scratch)

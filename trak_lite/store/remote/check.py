@@ -128,9 +128,9 @@ class RemoteTableLook:
         for key in sorted(key for key in self._sizes if key.startswith(f"{files.folder}/")):
             folder, _, name = key.rpartition("/")
             chunks = [column.chunk_of(name) for column in files.columns if folder == column.folder]
-            known = any(chunk is not None and chunk < files.num_chunks for chunk in chunks)
+            is_chunk = any(chunk is not None and chunk < files.num_chunks for chunk in chunks)
             other = not any(key.startswith(f"{column.folder}/") for column in files.columns)  # noted as such
-            if not (known or other or folder == files.commits or name == _METADATA):
+            if not (is_chunk or other or folder == files.commits or name == _METADATA):
                 text = f"{key!r} belongs to no table"
                 self._found.append(Finding("note", None, text, "remove it if it is not needed"))
         return self._found
@@ -164,9 +164,9 @@ class RemoteTableLook:
         for column in self._files.columns:
             key = column.visible(chunk)
             checksum = functools.partial(self._checksum, key)
-            found = record.problem(column.name, self._sizes[key], column.chunk_bytes, checksum)
-            if found is not None:
-                self._add("damage", found, f"remove {key}, then featurize again", chunk, column.name)
+            fault = record.problem(column.name, self._sizes[key], column.chunk_bytes, checksum)
+            if fault is not None:
+                self._add("damage", fault, f"remove {key}, then featurize again", chunk, column.name)
         return len(self._found) == before
 
     def _checksum(self, key: str) -> int:

@@ -77,15 +77,15 @@ class ObjectChunks(PublishedChunks):
         """
         contents = [np.concatenate(parts) for parts in pieces]
         record = self._record_of(chunk, pieces)
-        known = self.committed.get(chunk)
-        if known is not None and known.columns != record.columns:
-            raise self._lost(known)
+        committed = self.committed.get(chunk)
+        if committed is not None and committed.columns != record.columns:
+            raise self._lost(committed)
         leftovers = []
         for column, content in zip(self._files.columns, contents, strict=True):
             key = column.visible(chunk)
             if not self._objects.create(key, content.data):
-                found = self._objects.get(key)
-                if found is None or (len(found), crc32c(found)) != record.columns[column.name]:
+                stored = self._objects.get(key)
+                if stored is None or (len(stored), crc32c(stored)) != record.columns[column.name]:
                     leftovers.append((key, content))
             failpoint("object_put")
         self._win(record)
@@ -107,11 +107,11 @@ class ObjectChunks(PublishedChunks):
     def _is_there(self, record: CommitRecord, sizes: Mapping[str, int]) -> bool:
         if not 0 <= record.chunk < self._files.num_chunks:
             return False  # not a chunk of this table; check reports it
-        seen = {c.name: sizes.get(c.visible(record.chunk)) for c in self._files.columns}
-        if None in seen.values():
+        column_sizes = {c.name: sizes.get(c.visible(record.chunk)) for c in self._files.columns}
+        if None in column_sizes.values():
             return False
         is_counted = record.rows == self._files.rows_in(record.chunk)
-        self._require_sizes(record, seen, is_counted=is_counted)
+        self._require_sizes(record, column_sizes, is_counted=is_counted)
         return True
 
     def _record_of(self, chunk: int, contents: Contents) -> CommitRecord:
@@ -127,15 +127,15 @@ class ObjectChunks(PublishedChunks):
         key = self._log_key(record.chunk, record.generation)
         if self._objects.create(key, record.encode()):
             return
-        found = decode_log(self._objects.get(key) or b"")[0]
-        if not found:
+        records = decode_log(self._objects.get(key) or b"")[0]
+        if not records:
             raise CorruptStoreError(
                 f"{self._files.root}/{key} is not a commit record. Remove it, then run again: the rows are still "
                 "staged."
             )
-        self._refuse_foreign(found[0], key)
-        if found[0].columns != record.columns:
-            raise self._lost(found[0])
+        self._refuse_foreign(records[0], key)
+        if records[0].columns != record.columns:
+            raise self._lost(records[0])
 
     def _refuse_foreign(self, record: CommitRecord, key: str) -> None:
         if record.table != self._files.identity:
@@ -156,8 +156,8 @@ class ObjectChunks(PublishedChunks):
         return f"{self._files.commits}/c.{chunk}.{generation}.log"
 
     def _note(self, record: CommitRecord) -> None:
-        known = self._latest.get(record.chunk)
-        if known is None or known.generation < record.generation:
+        latest = self._latest.get(record.chunk)
+        if latest is None or latest.generation < record.generation:
             self._latest[record.chunk] = record
 
     def _load(
@@ -182,6 +182,6 @@ class ObjectChunks(PublishedChunks):
 
 def decode_log(text: bytes) -> tuple[list[CommitRecord], int]:
     """Return the records of a commit log and the number of invalid lines."""
-    found = [CommitRecord.decode(line) for line in text.splitlines()]
-    records = [record for record in found if record is not None]
-    return records, len(found) - len(records)
+    decoded = [CommitRecord.decode(line) for line in text.splitlines()]
+    records = [record for record in decoded if record is not None]
+    return records, len(decoded) - len(records)

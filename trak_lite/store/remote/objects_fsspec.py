@@ -69,19 +69,19 @@ class FsspecObjects(AbstractObjects):
         """Return key and size in bytes of each object below a folder."""
         with _named_errors("Listing", self.name(folder)):
             self._filesystem.invalidate_cache()  # a cached listing lacks objects that others have written since
-            found = self._filesystem.find(self._path(folder), detail=True)
+            entries = self._filesystem.find(self._path(folder), detail=True)
         start = len(self._filesystem._strip_protocol(self._root)) + 1
-        return {path[start:]: int(entry["size"]) for path, entry in found.items()}
+        return {path[start:]: int(entry["size"]) for path, entry in entries.items()}
 
     def folders(self, folder: str) -> list[str]:
         """Return the names of the folders directly below a folder."""
         with _named_errors("Listing", self.name(folder)):
             self._filesystem.invalidate_cache()
             try:
-                found = self._filesystem.ls(self._path(folder), detail=True)
+                entries = self._filesystem.ls(self._path(folder), detail=True)
             except FileNotFoundError:
                 return []
-        return [e["name"].rstrip("/").rpartition("/")[2] for e in found if e["type"] == "directory"]
+        return [e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
 
     def delete(self, key: str) -> None:
         """Delete an object if it exists."""

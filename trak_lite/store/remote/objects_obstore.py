@@ -83,8 +83,8 @@ class ObstoreObjects(AbstractObjects):
     def folders(self, folder: str) -> list[str]:
         """Return the names of the folders directly below a folder."""
         with _named_errors("Listing", self.name(folder)):
-            found = self._obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
-        return [path.rstrip("/").rpartition("/")[2] for path in found]
+            prefixes = self._obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in prefixes]
 
     def delete(self, key: str) -> None:
         """Delete an object if it exists."""

@@ -200,8 +200,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
             self._require_listed(path, identity)
             texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for array in spec.arrays)
             for array, (key, text) in zip(spec.arrays, texts.items(), strict=True):
-                found = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
-                check_array(found, where, array, spec)
+                document = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
+                check_array(document, where, array, spec)
             files = TableFiles(path, spec, root=self.path, identity=identity, stage=self._stage(path))
             if self.writable:
                 with named_errors("Making", files.stage):
@@ -219,8 +219,8 @@ class RemoteFeatureStore(RecordedFeatureStore):
         parts = path.split("/")
         above = {"/".join(parts[:depth]): group_document({}) for depth in range(1, len(parts))}
         documents = table_documents(path, self._origin, spec, attributes)
-        own = {f"{path}/{name}".rstrip("/"): document for name, document in documents.items()}
-        for folder, document in {**above, **own}.items():
+        by_folder = {f"{path}/{name}".rstrip("/"): document for name, document in documents.items()}
+        for folder, document in {**above, **by_folder}.items():
             self._objects.create(f"{folder}/{_METADATA}", encode_document(document))
         failpoint("table_put")
 

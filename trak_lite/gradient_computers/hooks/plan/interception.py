@@ -165,18 +165,18 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
             return self.ruled_module(module, rule, args, kwargs, out)
 
     def _note_order(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else kwargs.get("input")
-        self.packed_order = getattr(given, "sorted_indices", None)
+        sequence = args[0] if args else kwargs.get("input")
+        self.packed_order = getattr(sequence, "sorted_indices", None)
 
 
 class _RefusingCaptures(TorchFunctionMode):
     """Refuses to read watched tensors that are no arguments of an operator, inside the functions that it runs."""
 
     def __init__(
-        self, operator: HigherOrderOperator, watched: dict[int, Tensor], given: list[Tensor]
+        self, operator: HigherOrderOperator, watched: dict[int, Tensor], arguments: list[Tensor]
     ) -> None:
         super().__init__()
-        self._operator, self._watched, self._given = operator, watched, given
+        self._operator, self._watched, self._given = operator, watched, arguments
 
     def wrapped(self, function: Function) -> Function:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class _RefusingCaptures(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         captured = any(
-            id(leaf) in self._watched and all(leaf is not given for given in self._given)
+            id(leaf) in self._watched and all(leaf is not argument for argument in self._given)
             for leaf in tensors_of((args, kwargs))
         )
         if captured and tensors_of(result):  # not a shape

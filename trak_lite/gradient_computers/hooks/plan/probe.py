@@ -73,7 +73,12 @@ class Plan:
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     reads_only_quantifiers: bool = False
-    """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
+    """Whether it reads values of ``all`` and ``any`` only."""
+    reads_only_extremes: bool = False
+    """Whether it reads these, and ``max`` and ``min`` of integers, only, so that some sample alone mostly takes the
+    path of a batch."""
+    path: Sequence[Any] = ()
+    """The operations of a forward pass on what depends on kept parameters."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
     only_in_model: bool = False
@@ -147,14 +152,16 @@ def make_plan(
         plan = Plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
+            reads_only_extremes=two.reads_only_extremes and three.reads_only_extremes,
+            path=[record.function for record in three.records],
             runs_functions=two.runs_functions or three.runs_functions,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
         )
         pairs = _relevant(two, three, plan)
-        plan.only_in_model = all(three.records[place].in_model for _, place in pairs)
+        plan.only_in_model = all(three.records[index].in_model for _, index in pairs)
         if [record.function for record in two.records] != [record.function for record in three.records]:
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
-        _assign_owners(plan, [three.records[place] for _, place in pairs], outputs)
+        _assign_owners(plan, [three.records[index] for _, index in pairs], outputs)
         if any(site.routed for site in plan.sites):
             plan.route()
         last_of_two, last_of_three = pairs[-1] if pairs else (-1, -1)
@@ -163,25 +170,27 @@ def make_plan(
     return plan
 
 
-def sample_on_path(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> int | None:
-    """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
+def path_of(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> list[Any]:
+    """Return the operations of a forward pass on what depends on kept parameters."""
+    with torch.enable_grad():
+        return [record.function for record in _recorded(model, kept, batch, evaluate)[0].records]
+
+
+def sample_on_path(
+    model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate, path: Sequence[Any]
+) -> int | None:
+    """Return a sample whose copies run the operations of the batch, ``path``; ``None`` if there is none.
 
     A model that reads ``all`` or ``any`` in Python chooses a path by all samples of a batch, such as one without a mask
-    if no sample is padded.
+    if no sample is padded, and one that reads ``max`` may step to the end of the longest text.
     """
-
-    def path(rows: Sequence[int] | None) -> list[Any]:
-        part = batch if rows is None else take_rows(batch, rows)
-        return [record.function for record in _recorded(model, kept, part, evaluate)[0].records]
-
-    with torch.enable_grad():
-        expected = path(None)
-        return next((row for row in range(batch_size(batch)) if path([row, row]) == expected), None)
+    pairs = ((row, take_rows(batch, [row, row])) for row in range(batch_size(batch)))
+    return next((row for row, pair in pairs if path_of(model, kept, pair, evaluate) == path), None)
 
 
 def _numbers_before(recorder: Recorder, last: int) -> int:
     """Return how many tensor values Python read before record ``last``, the last one that reads parameters."""
-    return sum(count for place, count in recorder.reads if place <= last)
+    return sum(count for index, count in recorder.reads if index <= last)
 
 
 def _recorded(
@@ -234,9 +243,9 @@ def _reading_parameters(
     records: Sequence[Record], shared: Mapping[int, tuple[str, ...]]
 ) -> Iterator[tuple[int, Record]]:
     """Yield the records that read a parameter or a shared value; the caller adds to ``shared`` meanwhile."""
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         if any(_roots(source, shared) for source in record.sources):
-            yield place, record
+            yield index, record
 
 
 def _roots(source: Any, shared: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
@@ -267,8 +276,12 @@ def _site(two: Record, three: Record, names: tuple[str, ...], reads_samples: boo
     if site.batched and site.function in RECURRENT and len(three.shapes[0]) != 2:
         # The sequences are not packed, and may be others than the samples in order.
         site.routed = leaves[0] != BatchAxis(int(not three.others[-1]))
-    known = not any(isinstance(axis, str) for axis in leaves)
-    site.sliceable = known and two.others == three.others
+    has_axes = not any(isinstance(axis, str) for axis in leaves)
+    # An index such as arange(B), which is the same in all batches, numbers the samples.
+    numbers = three.has_index and any(
+        free and axis for free, axis in zip(three.value_free, leaves, strict=True)
+    )
+    site.sliceable = has_axes and two.others == three.others and not numbers
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
         raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
     return site
@@ -301,7 +314,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         return
     # The first result with a batch axis, and the axis.
     firsts = [next((n, axis) for n, axis in enumerate(site.output_axes) if axis) for site, _ in batched]
-    tensors = [record.outputs[place] for (_, record), (place, _) in zip(batched, firsts, strict=True)]
+    tensors = [record.outputs[index] for (_, record), (index, _) in zip(batched, firsts, strict=True)]
     orders = [[axis] for _, axis in firsts]
     for possible in orders:
         if possible[0].multiple > 1:
@@ -310,11 +323,11 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
         with naming_graph_failures():
             grads = torch.autograd.grad(outputs[sample], tensors, retain_graph=True, allow_unused=True)
         others = [i for i in range(len(outputs)) if i != sample]
-        for place, grad in enumerate(grads):
+        for index, grad in enumerate(grads):
             if grad is not None:  # it is zero at all other samples; NaN and infinity are ignored
-                found = grad.detach().nan_to_num(0.0, 0.0, 0.0)
-                orders[place] = [
-                    axis for axis in orders[place] if not by_sample(found, axis, len(outputs))[others].any()
+                values = grad.detach().nan_to_num(0.0, 0.0, 0.0)
+                orders[index] = [
+                    axis for axis in orders[index] if not by_sample(values, axis, len(outputs))[others].any()
                 ]
     for (site, _), possible in zip(batched, orders, strict=True):
         if not possible:

@@ -21,7 +21,7 @@ from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function
 from trak_lite.gradient_computers.hooks.registry import GradientRule
 from trak_lite.gradient_computers.parameters import Kept
-from trak_lite.gradient_computers.recording import leaves_of, tensors_of
+from trak_lite.gradient_computers.recording import by_name, leaves_of, tensors_of
 
 RECURRENT: dict[Any, str] = {
     torch.lstm: "lstm",
@@ -73,6 +73,11 @@ class Record:
         packed = _PACKED_ROWS in self.taints and self.function not in RECURRENT
         return packed or _MOVED in self.taints
 
+    @property
+    def has_index(self) -> bool:
+        """Whether tensor arguments may be indices."""
+        return _name_of(self.function) in _FINDERS
+
 
 class _Seen(NamedTuple):
     """Data of one operation, with or without parameters, for the comparison of two batch sizes."""
@@ -110,8 +115,12 @@ class Recorder(AbstractInterceptor):
         """Number of values that Python read while the model ran, not the output function."""
         self.reads_only_quantifiers = True
         """Whether all of these are results of ``all`` or ``any`` over the whole batch, read one at a time."""
+        self.reads_only_extremes = True
+        """Whether all of these are such results, or those of ``max`` and ``min`` of integers."""
         self._quantifiers: dict[int, Tensor] = {}
         """Results of ``all`` and ``any``."""
+        self._extremes: dict[int, Tensor] = {}
+        """Results of ``max`` and ``min`` of integers, without their places."""
         self._smaller = smaller.seen if smaller is not None else None
         self.moves_rows = False
         """Whether some operation selected or moved rows by values."""
@@ -125,21 +134,25 @@ class Recorder(AbstractInterceptor):
         if self.looks_away:
             return func(*args, **kwargs)
         name = _name_of(func)
-        given = tensors_of((args, kwargs))
-        moved = self._moved_sizes(name, func, args, kwargs)
-        chooses, num_read = _chooses_by_value(name, func, args), _num_read(name, func, args, kwargs)
-        value_free = self._is_made_of_sizes(name, given)
-        reasons = set(self._taints_of(given))
+        inputs = tensors_of((args, kwargs))
+        call = _Call(name, func, by_name(_POSITIONS.get(name, _USUAL), args, kwargs), self._is_value_free)
+        moved = self._moved_sizes(call)
+        chooses, num_read = _chooses_by_value(call), _num_read(name, func, args, kwargs)
+        value_free = self._is_made_of_sizes(name, inputs)
+        reasons = set(self._taints_of(inputs))
         result = super().__torch_function__(func, types, args, kwargs)
         tensors = tensors_of(written(func, args, result))
         if num_read:
             self.reads.append((len(self.records), num_read))
             if self.depth:
                 self.read_by_model += num_read
-                of_quantifier = bool(args) and id(args[0]) in self._quantifiers
-                self.reads_only_quantifiers &= of_quantifier and num_read == 1
-        if getattr(func, "__name__", "") in ("all", "any"):
+                read = id(args[0]) if args and num_read == 1 else None
+                self.reads_only_quantifiers &= read in self._quantifiers
+                self.reads_only_extremes &= read in self._quantifiers or read in self._extremes
+        if name in ("all", "any"):
             self._quantifiers.update((id(t), t) for t in tensors)
+        elif name in _EXTREMES:
+            self._extremes.update((id(t), t) for t in tensors[:1] if not t.is_floating_point())
         if value_free:
             self._value_free.update((id(t), (t, t._version)) for t in tensors)
         if self._moves(_Seen(func, moved, _shapes(tensors)), value_free) or chooses:
@@ -154,7 +167,7 @@ class Recorder(AbstractInterceptor):
 
     def ran_like(self, other: Recorder) -> bool:
         """Whether both forward passes ran the same functions in the same order."""
-        return [seen.function for seen in self.seen] == [seen.function for seen in other.seen]
+        return [op.function for op in self.seen] == [op.function for op in other.seen]
 
     def renamed(self, old: Tensor, new: Tensor) -> None:
         """Track ``new`` in place of ``old``, an input of a sharded module."""
@@ -164,56 +177,54 @@ class Recorder(AbstractInterceptor):
             self.watched[id(new)] = new
             self.sources[id(new)] = self.sources[id(old)]
 
-    def _moves(self, seen: _Seen, same_in_all: bool) -> bool:
+    def _moves(self, operation: _Seen, same_in_all: bool) -> bool:
         """Whether an operation moves samples' rows by values, compared with the same operation in the smaller batch."""
-        place = len(self.seen)
-        self.seen.append(seen)
+        index = len(self.seen)
+        self.seen.append(operation)
         if self._smaller is None:
             return False
-        other = self._smaller[place] if place < len(self._smaller) else None
-        if other is not None and other.function != seen.function:
-            self._smaller = self._smaller[:place]  # later operations cannot be compared
+        other = self._smaller[index] if index < len(self._smaller) else None
+        if other is not None and other.function != operation.function:
+            self._smaller = self._smaller[:index]  # later operations cannot be compared
             other = None
-        if seen.moved and (other is None or seen.moved != other.moved):
+        if operation.moved and (other is None or operation.moved != other.moved):
             return True
-        if other is None or same_in_all or len(seen.shapes) != len(other.shapes):
+        if other is None or same_in_all or len(operation.shapes) != len(other.shapes):
             return False
         # A matrix product with a result of which two axes grow moves rows according to its values.
-        return any(map(grows_twice, seen.shapes, other.shapes))
+        return any(map(grows_twice, operation.shapes, other.shapes))
 
     def _is_value_free(self, index: Any) -> bool:
         """Whether an index is known to be the same for all batches of equal size."""
         if not isinstance(index, Tensor):
             return not self.reads
-        known = self._value_free.get(id(index))
-        return known is not None and known[1] == index._version
+        entry = self._value_free.get(id(index))
+        return entry is not None and entry[1] == index._version
 
-    def _is_made_of_sizes(self, name: str, given: Sequence[Tensor]) -> bool:
+    def _is_made_of_sizes(self, name: str, inputs: Sequence[Tensor]) -> bool:
         """Whether a result does not depend on values; Python may have passed on values that it read."""
         if name in _RANDOM or name in _LIKE:
             return name in _LIKE
-        if not given:
+        if not inputs:
             return name in _FACTORIES or not self.reads
-        return all(map(self._is_value_free, given))
+        return all(map(self._is_value_free, inputs))
 
-    def _moved_sizes(
-        self, name: str, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[int, ...]:
+    def _moved_sizes(self, call: _Call) -> tuple[int, ...]:
         """Return the sizes of the axes along which an operation sorts or moves entries by values."""
-        find = _FINDERS.get(name)
+        find = _FINDERS.get(call.name)
         # Torch's recurrent layers restore the order of what they sort.
         if find is None or _called_by("torch.nn.utils.rnn", "torch.nn.modules.rnn"):
             return ()
-        return find(_Call(name, function, args, kwargs, self._is_value_free))
+        return find(call)
 
     def _taint(self, function: Function, tensors: Sequence[Tensor], reasons: frozenset[str]) -> None:
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             # The last states of a recurrent layer have a batch axis again.
-            own = reasons - {_PACKED_ROWS} if function in RECURRENT and place else reasons
-            if own:
-                self.taints[id(tensor)] = (tensor, own)
-            if own and is_in_place(function):  # other tensors on this memory hold the same rows
-                self.taints[_memory(tensor)] = (tensor, own)
+            taints = reasons - {_PACKED_ROWS} if function in RECURRENT and index else reasons
+            if taints:
+                self.taints[id(tensor)] = (tensor, taints)
+            if taints and is_in_place(function):  # other tensors on this memory hold the same rows
+                self.taints[_memory(tensor)] = (tensor, taints)
 
     def _taints_of(self, tensors: Sequence[Tensor]) -> frozenset[str]:
         if not self.taints:
@@ -256,7 +267,9 @@ class Recorder(AbstractInterceptor):
     def _record(self, record: Record) -> None:
         record.in_model = self.depth > 0
         self.records.append(record)
-        for tensor in record.outputs:
+        # A write into a view is one into the tensor that it is a view of.
+        bases = [t._base for t in record.outputs if t._base is not None and is_in_place(record.function)]
+        for tensor in (*record.outputs, *bases):
             if tensor.requires_grad:
                 self.watched[id(tensor)] = tensor
                 self.sources[id(tensor)] = len(self.records) - 1
@@ -287,8 +300,8 @@ def _name_of(function: Function) -> str:
     return name if name.startswith("__") else name.rstrip("_")
 
 
-def _parts_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[1] if isinstance(args[1], tuple) else args[1:2]
+def _parts_of(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -300,6 +313,7 @@ _BY_VALUE = _names(
 )
 _READING_METHODS = ("item", "tolist", "numpy", "__array__", "__int__", "__float__", "__bool__", "__index__")
 _READING_OUT = frozenset(getattr(Tensor, name) for name in _READING_METHODS)
+_EXTREMES = _names("max min amax amin")
 _FACTORIES = _names("arange zeros ones empty full eye tril_indices triu_indices rand randn")
 _TAKING_SIZES = _names(
     "narrow expand repeat tile view reshape unflatten split split_with_sizes tensor_split chunk "
@@ -311,13 +325,14 @@ _READING_AT = _names("gather index_select take_along_dim")
 _WRITING_AT = _names("index_add index_copy index_fill index_reduce scatter scatter_add scatter_reduce")
 
 
-def _chooses_by_value(name: str, function: Function, args: tuple[Any, ...]) -> bool:
+def _chooses_by_value(call: _Call) -> bool:
     """Whether the shape of an operation's result depends on values, so that its rows may belong to any sample."""
-    if name == "__getitem__" and len(args) == 2:
-        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in _parts_of(args))
-    if name == "repeat_interleave":
-        alone = function is torch.repeat_interleave and len(args) == 1
-        return alone or any(isinstance(part, Tensor) for part in args[1:])
+    name, args = call.name, call.args
+    if name == "__getitem__":
+        parts = _parts_of(args["indices"])
+        return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+    if name == "repeat_interleave":  # of an input, or of the numbers of repetitions alone
+        return isinstance(args.get("repeats", args.get("input")), Tensor)
     return name in _BY_VALUE or (name == "where" and len(args) == 1)
 
 
@@ -327,9 +342,10 @@ def _num_read(name: str, function: Function, args: tuple[Any, ...], kwargs: Mapp
         return int(args[0].numel())
     sizes: Any = ()  # the operation reads the values of tensors that are slice bounds or sizes
     if name in ("__getitem__", "__setitem__"):
-        sizes = [(part.start, part.stop, part.step) for part in _parts_of(args) if isinstance(part, slice)]
+        sizes = [(part.start, part.stop, part.step) for part in _parts_of(args[1]) if isinstance(part, slice)]
     elif name in _FACTORIES or name in _TAKING_SIZES:
-        sizes = (args[name in _TAKING_SIZES :], dict(kwargs))
+        named = [value for key, value in kwargs.items() if key != "input"]
+        sizes = (args[name in _TAKING_SIZES :], named)
     if not sizes:
         return 0
     return sum(int(leaf.numel()) for leaf in tensors_of(sizes) if not leaf.is_floating_point())
@@ -340,25 +356,20 @@ class _Call(NamedTuple):
 
     name: str
     function: Function
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: Mapping[str, Any]
+    """The arguments by name, also the positional ones."""
     value_free: Callable[[Any], bool]
     """Whether an index is the same for all batches of equal size."""
 
 
 def _ordered(call: _Call) -> tuple[int, ...]:
-    args = call.args
-    values = args[0] if args else call.kwargs["input"]
-    place = 2 if call.name == "topk" else 1
-    by_position = len(args) > place and not isinstance(args[place], bool)
-    dim = call.kwargs.get("dim", args[place] if by_position else -1)
-    return (_size(values, 0 if call.name == "msort" else dim),)
+    dim = call.args.get("dim", 0 if call.name == "msort" else -1)
+    return (_size(call.args["input"], dim),)
 
 
 def _along_one_axis(call: _Call) -> tuple[int, ...]:
-    names = ("input", "indices", "dim") if call.name == "take_along_dim" else ("input", "dim", "index")
-    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-    values, dim, index = given["input"], given.get("dim"), given.get("indices", given.get("index"))
+    values, dim = call.args["input"], call.args.get("dim")
+    index = call.args.get("indices", call.args.get("index"))
     if not isinstance(index, Tensor) or call.value_free(index):
         return ()
     if dim is None:  # take_along_dim without dim: all axes flattened
@@ -368,23 +379,20 @@ def _along_one_axis(call: _Call) -> tuple[int, ...]:
 
 
 def _anywhere(call: _Call) -> tuple[int, ...]:
-    index = call.args[1] if len(call.args) > 1 else call.kwargs.get("index")
-    return () if call.value_free(index) else (int(call.args[0].numel()),)
+    return () if call.value_free(call.args["index"]) else (int(call.args["input"].numel()),)
 
 
 def _rows_of_a_table(call: _Call) -> tuple[int, ...]:
     if call.function is not torch.embedding:  # torch.nn.functional.embedding wraps it, with the other order
         return ()
-    table, ids = (*call.args, *call.kwargs.values())[:2]
-    return () if call.value_free(ids) else (len(table),)
+    return () if call.value_free(call.args["indices"]) else (len(call.args["weight"]),)
 
 
 def _by_subscript(call: _Call) -> tuple[int, ...]:
-    values, by_name = call.args[0], not call.name.startswith("__")
-    named: Sequence[Any] = call.kwargs.get("indices", ())
-    parts = named if by_name and len(call.args) < 2 else call.args[1] if by_name else _parts_of(call.args)
+    values, has_brackets = call.args["input"], call.name.startswith("__")
+    parts = _parts_of(call.args["indices"]) if has_brackets else call.args["indices"]
     axis, moved, fixed = 0, list[int](), False
-    taken = sum(_axes_of(part, by_name) for part in parts)
+    taken = sum(_axes_of(part, has_brackets) for part in parts)
     for part in parts:
         if part is Ellipsis:
             axis += values.dim() - taken
@@ -394,15 +402,15 @@ def _by_subscript(call: _Call) -> tuple[int, ...]:
                 fixed = True
             else:
                 moved.append(_size(values, axis))
-        axis += _axes_of(part, by_name)
+        axis += _axes_of(part, has_brackets)
     if moved and not fixed and call.name in ("__setitem__", "index_put"):
         moved += [p.numel() if isinstance(p, Tensor) else len(p) for p in filter(_is_index, parts)]
     return tuple(moved)
 
 
-def _axes_of(part: Any, by_name: bool) -> int:
+def _axes_of(part: Any, has_brackets: bool) -> int:
     """Return how many axes one part of a subscript consumes."""
-    if part is Ellipsis or isinstance(part, bool) or (part is None and not by_name):
+    if part is Ellipsis or isinstance(part, bool) or (part is None and has_brackets):
         return 0
     return part.dim() if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) else 1
 
@@ -418,6 +426,16 @@ def _size(values: Tensor, dim: int) -> int:
     return int(values.shape[dim]) if values.dim() else 1
 
 
+_USUAL = ("input", "dim", "index")
+_POSITIONS = {
+    **dict.fromkeys(("take", "put"), ("input", "index")),
+    "take_along_dim": ("input", "indices", "dim"),
+    **dict.fromkeys(("__getitem__", "__setitem__", "index_put", "index"), ("input", "indices")),
+    "topk": ("input", "k", "dim"),
+    "repeat_interleave": ("input", "repeats"),
+    "embedding": ("weight", "indices"),
+}
+"""Names of the positional arguments by name of the operation, if not the usual ones."""
 _FINDERS: dict[str, Callable[[_Call], tuple[int, ...]]] = {
     **dict.fromkeys(("sort", "argsort", "msort", "topk"), _ordered),
     **dict.fromkeys(_READING_AT | _WRITING_AT, _along_one_axis),

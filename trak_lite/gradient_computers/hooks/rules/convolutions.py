@@ -171,10 +171,10 @@ class _Product:
     def _one_by_one(self, rows: slice) -> Tensor:
         """Return the weight gradients ``(n, *weight.shape)`` of some rows, by one convolution per sample."""
         wanted = range(*rows.indices(len(self.x)))
-        found = self.grad.new_empty(len(wanted), *self.weight.shape)
-        for row, i in zip(found, wanted, strict=True):
+        grads = self.grad.new_empty(len(wanted), *self.weight.shape)
+        for row, i in zip(grads, wanted, strict=True):
             row.copy_(self._grouped(slice(i, i + 1))[0])
-        return found
+        return grads
 
     def _grouped(self, rows: slice) -> Tensor:
         """Return the weight gradients ``(n, *weight.shape)`` of some rows: one convolution with n times the groups."""

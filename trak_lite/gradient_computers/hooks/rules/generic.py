@@ -53,28 +53,28 @@ def _opened(call: OperationCall) -> tuple[list[Any], list[int], Callable[..., tu
     The function takes flat arguments and the kept ones, and returns the differentiable results of the operation.
     """
     leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
-    places = [place for place, leaf in enumerate(leaves) if call.wants(leaf)]
+    indices = [index for index, leaf in enumerate(leaves) if call.wants(leaf)]
 
     def run(leaves: Sequence[Any], *wanted: Tensor) -> tuple[Tensor, ...]:
         replaced = list(leaves)
-        for place, value in zip(places, wanted, strict=True):
-            replaced[place] = value
+        for index, value in zip(indices, wanted, strict=True):
+            replaced[index] = value
         args, kwargs = tree_unflatten(replaced, spec)
         if is_in_place(call.function):
             args = (args[0].clone(), *args[1:])
         return tuple(differentiable(written(call.function, args, call.function(*args, **kwargs))))
 
-    return leaves, places, run
+    return leaves, indices, run
 
 
 def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tuple[Tensor, Contribution]]:
-    leaves, places, run = _opened(call)
+    leaves, indices, run = _opened(call)
     batched = [
-        place
-        for place, leaf in enumerate(leaves)
+        index
+        for index, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and call.axis_of(leaf) is not None
     ]
-    slices = [call.samples(leaves[place]) for place in batched]
+    slices = [call.samples(leaves[index]) for index in batched]
     cotangents = [
         by_sample(g, axis, call.num_samples)
         for g, axis in zip(grads, call.output_axes, strict=True)
@@ -85,9 +85,9 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
 
     def one(parts: list[Tensor], cotangent: list[Tensor]) -> tuple[Tensor, ...]:
         replaced = list(leaves)
-        for place, part in zip(batched, parts, strict=True):
-            replaced[place] = part
-        results, pull = vjp(lambda *wanted: run(replaced, *wanted), *(leaves[place] for place in places))[:2]
+        for index, part in zip(batched, parts, strict=True):
+            replaced[index] = part
+        results, pull = vjp(lambda *wanted: run(replaced, *wanted), *(leaves[index] for index in indices))[:2]
         fitted = tuple(c.to(r.dtype).reshape(r.shape) for c, r in zip(cotangent, results, strict=True))
         parts_of_sample: tuple[Tensor, ...] = pull(fitted)
         return parts_of_sample
@@ -95,8 +95,8 @@ def _vectorised(call: OperationCall, grads: Sequence[Tensor | None]) -> list[tup
     with warnings.catch_warnings():
         # vmap warns if it runs an operation slice by slice; this is no slower than the loop.
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-        found = vmap(one)(slices, cotangents)
-    return [(leaves[place], value) for place, value in zip(places, found, strict=True)]
+        sample_grads = vmap(one)(slices, cotangents)
+    return [(leaves[index], value) for index, value in zip(indices, sample_grads, strict=True)]
 
 
 def looped(
@@ -106,17 +106,17 @@ def looped(
 
     ``alone`` returns the gradients of the differentiable results for one sample.
     """
-    leaves, places, run = _opened(call)
+    leaves, indices, run = _opened(call)
     with torch.enable_grad(), nullcontext() if call.random is None else call.random.replayed():
-        wanted = [leaves[place].detach().requires_grad_() for place in places]
+        wanted = [leaves[index].detach().requires_grad_() for index in indices]
         results = run(leaves, *wanted)
-    found = [w.new_zeros(call.num_samples, *w.shape) for w in wanted]
+    totals = [w.new_zeros(call.num_samples, *w.shape) for w in wanted]
     for sample in samples:
         pairs = [(r, g.to(r.dtype)) for r, g in zip(results, alone(sample), strict=True) if g is not None]
         parts = torch.autograd.grad(
             [r for r, _ in pairs], wanted, [g for _, g in pairs], retain_graph=True, allow_unused=True
         )
-        for total, part in zip(found, parts, strict=True):
+        for total, part in zip(totals, parts, strict=True):
             if part is not None:
                 total[sample] = part
-    return [(leaves[place], value) for place, value in zip(places, found, strict=True)]
+    return [(leaves[index], value) for index, value in zip(indices, totals, strict=True)]

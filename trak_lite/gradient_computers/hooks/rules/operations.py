@@ -51,9 +51,8 @@ def matmul_rule(call: OperationCall, grad: Tensor) -> Parts:
 
 def matrices_of(call: OperationCall) -> tuple[Any, Any]:
     """Return the left and the right factor of a matrix product; they may be keyword arguments."""
-    named = [call.kwargs[name] for name in ("input", "other", "mat2", "tensor2") if name in call.kwargs]
-    left, right = (*call.args, *named)
-    return left, right
+    left, right, mat2 = call.bind("input", "other", "mat2")
+    return left, mat2 if right is None else right
 
 
 def _matrix_product(
@@ -82,18 +81,18 @@ def einsum_rule(call: OperationCall, grad: Tensor) -> Parts:
     terms = equation.replace(" ", "").replace("->", ",").split(",")
     if len(operands) != 2 or len(terms) != 3 or "->" not in equation or call.kwargs:
         return
-    place = int(call.wants(operands[1]))
-    weight, x = operands[place], operands[1 - place]
+    index = int(call.wants(operands[1]))
+    weight, x = operands[index], operands[1 - index]
     if call.wants(x) or call.axis_of(x) is None or not _is_plain_product(terms, [*operands, grad]):
         return
-    own, read, result = terms[place], terms[1 - place], terms[2]
-    if not set(own) <= {*read, *result}:
+    of_weight, read, result = terms[index], terms[1 - index], terms[2]
+    if not set(of_weight) <= {*read, *result}:
         return  # an axis that is summed in the parameter alone
     # Under autocast the operation read a copy of another dtype; a real parameter may meet complex data.
     dtype = torch.promote_types(weight.dtype, grad.dtype) if grad.is_complex() else weight.dtype
     inputs, grads = call.samples(x).to(dtype), call.output_samples(grad).to(dtype)
     sample = next(letter for letter in string.ascii_letters if letter not in equation)
-    pattern = f"{sample}{read},{sample}{result}->{sample}{own}"
+    pattern = f"{sample}{read},{sample}{result}->{sample}{of_weight}"
     yield weight, torch.einsum(pattern, conjugate(inputs), grads)
 
 
@@ -112,16 +111,15 @@ def _is_plain_product(terms: Sequence[str], tensors: Sequence[Tensor]) -> bool:
 def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor | None]) -> OperationRule:
     """Return the rule of ``a op b``.
 
-    ``derivative(call, (a, b), place, grad)`` returns the derivative with respect to one operand times the gradient.
+    ``derivative(call, (a, b), index, grad)`` returns the derivative with respect to one operand times the gradient.
     """
 
     def rule(call: OperationCall, grad: Tensor) -> Parts:
         if len(call.args) > 2:
             return  # torch.add(x, 2, y), where 2 is a factor of y
-        named = (call.kwargs[name] for name in ("input", "other") if name in call.kwargs)
-        operands = (*call.args, *named)[:2]
-        for place, operand in enumerate(operands):
-            value = derivative(call, operands, place, grad) if call.wants(operand) else None
+        operands = call.bind("input", "other")
+        for index, operand in enumerate(operands):
+            value = derivative(call, operands, index, grad) if call.wants(operand) else None
             if value is not None:
                 yield operand, sum_to_parameter(call.output_samples(value), operand.shape)
 
@@ -129,24 +127,24 @@ def _elementwise(derivative: Callable[[OperationCall, Any, int, Tensor], Tensor 
 
 
 def _of_sum(*signs: int) -> Callable[[OperationCall, Any, int, Tensor], Tensor]:
-    def derivative(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-        factor = signs[place] * (conjugate(call.kwargs.get("alpha", 1)) if place else 1)
+    def derivative(call: OperationCall, operands: Any, index: int, grad: Tensor) -> Tensor:
+        factor = signs[index] * (conjugate(call.kwargs.get("alpha", 1)) if index else 1)
         return grad if factor == 1 else grad * factor
 
     return derivative
 
 
-def _of_product(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor:
-    product: Tensor = grad * conjugate(operands[1 - place])
+def _of_product(call: OperationCall, operands: Any, index: int, grad: Tensor) -> Tensor:
+    product: Tensor = grad * conjugate(operands[1 - index])
     return product
 
 
-def _of_quotient(call: OperationCall, operands: Any, place: int, grad: Tensor) -> Tensor | None:
+def _of_quotient(call: OperationCall, operands: Any, index: int, grad: Tensor) -> Tensor | None:
     if "rounding_mode" in call.kwargs:
         return None
     numerator, denominator = map(conjugate, operands)
     quotient: Tensor = grad / denominator
-    return quotient if place == 0 else -quotient * numerator / denominator
+    return quotient if index == 0 else -quotient * numerator / denominator
 
 
 def where_rule(call: OperationCall, grad: Tensor) -> Parts:
@@ -194,27 +192,27 @@ _OF_NORMS: dict[Any, str] = {
 
 def norm_rule(call: OperationCall, grad: Tensor) -> Parts:
     """Normalisation, computed again without weight and bias: these have the last axes, or that of the channels."""
-    given = {**dict(zip(_OF_NORMS[call.function].split(), call.args, strict=False)), **call.kwargs}
-    x, parameters = given["input"], [name for name in ("weight", "bias") if name in given]
-    if given.get("training"):
+    arguments = {**dict(zip(_OF_NORMS[call.function].split(), call.args, strict=False)), **call.kwargs}
+    x, parameters = arguments["input"], [name for name in ("weight", "bias") if name in arguments]
+    if arguments.get("training"):
         raise UnsupportedModelError(
             "torch.batch_norm was called in training mode, which mixes the samples of a batch. "
             "Call model.eval() and keep running statistics."
         )
-    axis, num_last = call.axis_of(x), len(given.get("normalized_shape", ()))
+    axis, num_last = call.axis_of(x), len(arguments.get("normalized_shape", ()))
     axes = range(x.dim() - num_last, x.dim()) if num_last else range(1, 2)
     if axis is None or axis.axis in axes or (not num_last and axis.axis != 0) or call.wants(x):
         return
-    plain: dict[str, Any] = {**given, **dict.fromkeys(parameters)}
-    if given.get("use_input_stats"):
+    plain: dict[str, Any] = {**arguments, **dict.fromkeys(parameters)}
+    if arguments.get("use_input_stats"):
         # Running statistics would only be updated, and they must not be updated twice.
         plain |= {"running_mean": None, "running_var": None}
     summed = [i + 1 for i in range(grad.dim()) if i not in axes]
     for name in parameters:
-        if call.wants(given[name]):
+        if call.wants(arguments[name]):
             value = grad * call.function(**plain) if name == "weight" else grad
             sums = call.output_samples(value).sum(summed)
-            yield given[name], sums.reshape(call.num_samples, *given[name].shape)
+            yield arguments[name], sums.reshape(call.num_samples, *arguments[name].shape)
 
 
 T = Tensor

@@ -109,8 +109,8 @@ class Steps:
             step(t, *running)
 
     def _places(self) -> range:
-        places = range(len(self.sizes))
-        return places[::-1] if self.backward else places
+        steps = range(len(self.sizes))
+        return steps[::-1] if self.backward else steps
 
 
 def _is_packed(args: Sequence[Any]) -> bool:
@@ -167,8 +167,8 @@ def run_recurrent(kind: str, args: Sequence[Any], *, order: Tensor | None, tap: 
         outputs = []
         for direction in directions:
             cell = len(finals)
-            own = weights[cell * per_cell : (cell + 1) * per_cell]
-            out, *final = _run_layer(kind, x, [s[cell] for s in states], own, direction, tap)
+            cell_weights = weights[cell * per_cell : (cell + 1) * per_cell]
+            out, *final = _run_layer(kind, x, [s[cell] for s in states], cell_weights, direction, tap)
             outputs.append(out)
             finals.append(final)
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -198,9 +198,9 @@ def _run_layer(
         if resets is not None:
             r, z, n = grads.chunk(3, -1)
             state_grads = torch.cat((r, z, n * steps.by_sample(resets)), -1)
-        pairs = (inputs, grads), (seen, state_grads)
-        found: list[Any] = [FactoredBlock("", steps.by_sample(rows), own) for rows, own in pairs]
-        return found + ([grads.sum(1), state_grads.sum(1)] if biases else [])
+        pairs = (inputs, grads), (h_before, state_grads)
+        blocks: list[Any] = [FactoredBlock("", steps.by_sample(rows), g) for rows, g in pairs]
+        return blocks + ([grads.sum(1), state_grads.sum(1)] if biases else [])
 
     pre = tap(functional.linear(x, w_in, bias), weights, parts)
     # Autocast rounds the input's part; the recurrence runs in the precision of its state.
@@ -211,7 +211,7 @@ def _run_layer(
     with torch.no_grad():
         # .data, not detach(): with detach(), autograd sees the in-place change and replaces pre's node, without hooks.
         trace = cell.forward(pre.data, w_state, offset, steps, tuple(state))
-    seen, resets = trace.seen, trace.resets  # ``parts`` does not hold the rest
+    h_before, resets = trace.seen, trace.resets  # ``parts`` does not hold the rest
     apply: Callable[..., tuple[Tensor, ...]] = _Recurrence.apply  # torch has types here from 2.15
     return apply(cell, steps, trace, pre, w_state, offset, *state)
 
@@ -246,18 +246,18 @@ class _Plain:
         def step(t: int, h: Tensor) -> _State:
             return (h_new[t].copy_(self.f(a[t].addmm_(h, transposed))),)
 
-        last, (seen,) = steps.run(step, state)
-        return Trace(outputs, last, seen, (self.slope(outputs),))
+        last, (h_before,) = steps.run(step, state)
+        return Trace(outputs, last, h_before, (self.slope(outputs),))
 
     def backward(self, slopes: Sequence[Tensor], weight: Tensor, steps: Steps, run_back: _RunBack) -> _Gates:
-        found = torch.empty_like(slopes[0])
-        slope, gates = steps.split(slopes[0]), steps.split(found)
+        grads = torch.empty_like(slopes[0])
+        slope, gates = steps.split(slopes[0]), steps.split(grads)
 
         def step(t: int, h: Tensor) -> None:
             torch.mm(torch.mul(slope[t], h, out=gates[t]), weight, out=h)
 
         run_back(step)
-        return found, found
+        return grads, grads
 
 
 class _Lstm:
@@ -278,8 +278,8 @@ class _Lstm:
             torch.mul(o[t], tanh_new[t], out=h_new[t])
             return h_new[t], c_new[t]
 
-        last, (seen, c_before) = steps.run(step, state)
-        return Trace(outputs, last, seen, self._slopes(pre, u, tanh_c, c_before))
+        last, (h_before, c_before) = steps.run(step, state)
+        return Trace(outputs, last, h_before, self._slopes(pre, u, tanh_c, c_before))
 
     @staticmethod
     def _slopes(gates: Tensor, u: Tensor, tanh_c: Tensor, c_before: Tensor) -> _State:
@@ -296,11 +296,11 @@ class _Lstm:
         return gates, keep, of_c
 
     def backward(self, slopes: Sequence[Tensor], weight: Tensor, steps: Steps, run_back: _RunBack) -> _Gates:
-        found = torch.empty_like(slopes[0])
-        gates, keep, of_c = map(steps.split, (found, *slopes[1:]))
+        grads = torch.empty_like(slopes[0])
+        gates, keep, of_c = map(steps.split, (grads, *slopes[1:]))
         (by_c, by_h), (slope_c, slope_h) = (
             (steps.split(value[..., :3, :]), steps.split(value[..., 3, :]))
-            for value in (torch.unflatten(v, -1, (4, weight.shape[1])) for v in (found, slopes[0]))
+            for value in (torch.unflatten(v, -1, (4, weight.shape[1])) for v in (grads, slopes[0]))
         )
 
         def step(t: int, h: Tensor, c: Tensor) -> None:
@@ -311,7 +311,7 @@ class _Lstm:
             c.mul_(keep[t])
 
         run_back(step)
-        return found, found
+        return grads, grads
 
 
 class _Gru:
@@ -334,10 +334,10 @@ class _Gru:
             torch.lerp(n[t], h, z, out=h_new[t])
             return (h_new[t],)
 
-        last, (seen,) = steps.run(step, state)
+        last, (h_before,) = steps.run(step, state)
         r, z, of_n_all = part.chunk(3, -1)
-        slopes = self._slopes(r, z, pre[..., 2 * width :], of_n_all, seen)
-        return Trace(outputs, last, seen, slopes, r.clone())
+        slopes = self._slopes(r, z, pre[..., 2 * width :], of_n_all, h_before)
+        return Trace(outputs, last, h_before, slopes, r.clone())
 
     @staticmethod
     def _slopes(r: Tensor, z: Tensor, n: Tensor, of_n: Tensor, h_before: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,17 +349,17 @@ class _Gru:
         return torch.cat((r_slope, z_slope, n_slope * r, n_slope), -1), z.clone()
 
     def backward(self, slopes: Sequence[Tensor], weight: Tensor, steps: Steps, run_back: _RunBack) -> _Gates:
-        found, width = torch.empty_like(slopes[0]), weight.shape[1]
-        by_gate, slope = (steps.split(torch.unflatten(v, -1, (4, width))) for v in (found, slopes[0]))
-        of_state, keep = steps.split(found[..., : 3 * width]), steps.split(slopes[1])
+        grads, width = torch.empty_like(slopes[0]), weight.shape[1]
+        by_gate, slope = (steps.split(torch.unflatten(v, -1, (4, width))) for v in (grads, slopes[0]))
+        of_state, keep = steps.split(grads[..., : 3 * width]), steps.split(slopes[1])
 
         def step(t: int, h: Tensor) -> None:
             torch.mul(slope[t], h.unsqueeze(1), out=by_gate[t])
             h.mul_(keep[t]).addmm_(of_state[t], weight)
 
         run_back(step)
-        of_input = torch.cat((found[..., : 2 * width], found[..., 3 * width :]), -1)
-        return of_input, found[..., : 3 * width]
+        of_input = torch.cat((grads[..., : 2 * width], grads[..., 3 * width :]), -1)
+        return of_input, grads[..., : 3 * width]
 
 
 _Cell: TypeAlias = _Plain | _Lstm | _Gru
@@ -399,7 +399,7 @@ class _Recurrence(torch.autograd.Function):
                 "f needs a second derivative of a recurrent layer (create_graph=True), which its gradient rule does "
                 "not support. Use gradient_computer='functional' or 'iterative'."
             )
-        weight, seen, *slopes = ctx.saved_tensors
+        weight, h_before, *slopes = ctx.saved_tensors
         with torch._C.DisableTorchFunction():
             carry = [weight.new_zeros(ctx.state_shape) for _ in last]
             for value, grad in zip(carry, last, strict=True):
@@ -408,6 +408,6 @@ class _Recurrence(torch.autograd.Function):
             run_back = partial(ctx.steps.run_back, carry, grads)
             of_input, of_state = ctx.cell.backward(slopes, weight, ctx.steps, run_back)
             rows = of_state.flatten(0, -2)
-            of_weight = rows.t() @ seen.flatten(0, -2) if ctx.needs_input_grad[4] else None
+            of_weight = rows.t() @ h_before.flatten(0, -2) if ctx.needs_input_grad[4] else None
             of_bias = rows.sum(0) if ctx.needs_input_grad[5] else None
         return None, None, None, of_input, of_weight, of_bias, *carry
