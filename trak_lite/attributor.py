@@ -546,8 +546,8 @@ class Attributor:
                 checkpoints = list(checkpoints)
             more: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
             score = partial(self.score, data, name, task=task, batch_size=batch_size, **more)
+            targets = run.targets(data, batch_size)  # first: it identifies questions
             parts = _Parts(run, run.rows(data, "the targets", batch_size), name, score)
-            targets = run.targets(data, batch_size)
             return self._score_matrix(chosen, targets, parts, (checkpoints, checkpoint_loader))
         if refine is not None:
             if k is not None:

@@ -219,6 +219,38 @@ def test_questions_may_be_asked_before_the_attributor_is_made(given, name, tmp_p
         score()
 
 
+@pytest.mark.parametrize("given", ["constructor", "call"])
+@pytest.mark.parametrize("name", [None, "targets of today"])
+def test_attributors_of_two_models_share_questions_that_capture_one_of_them(given, name):
+    """Each score is that of the question itself, whichever attributor asked last."""
+    models = [classifier(), classifier()]
+    states = [{key: value * scale for key, value in models[0].state_dict().items()} for scale in (0.5, 1.5)]
+
+    def penalised(model_call, batch):
+        return gap(model_call, batch) - models[0][0].weight.detach().square().sum()
+
+    def made(model, task):
+        attributor = Attributor(model, task, None, proj_dim=8, progress=False)
+        attributor.featurize(TRAIN, checkpoints=states)
+        return attributor
+
+    task = asking(penalised=penalised)
+    asked = task.ask("penalised", Rows(TARGETS, name=name))
+    expected = [
+        made(model, "image_classification").score(TARGETS, task=penalised).numpy() for model in models
+    ]
+    tasks = [task, task if given == "constructor" else task.task]
+    attributors = [made(*pair) for pair in zip(models, tasks, strict=True)]
+
+    def score(index, **settings):
+        settings |= {"task": task} if index and given == "call" else {}
+        return attributors[index].score(asked, name="asked", **settings).numpy()
+
+    for index in (0, 1, 0, 1):
+        np.testing.assert_allclose(score(index), expected[index], **CLOSE)
+    score(0, method=Mean(GradCos(), GradDot()))
+
+
 def test_the_task_of_the_train_rows_is_no_other_task():
     attributor, task = featurized(), asking()
     own = attributor.score(TARGETS, name="t").numpy()

@@ -133,7 +133,10 @@ class Run:
 
     def targets(self, data: Any, batch_size: int | None = None) -> Rows:
         """Return the targets in a user's data, as the task of the settings evaluates them; see :meth:`rows`."""
-        rows, task = self.rows(data, "the targets", batch_size), self.settings.task
+        task = self.settings.task
+        if isinstance(task, QuestionsModelOutput):
+            task.know_model(self.model)  # attributors of other models may have the same questions
+        rows = self.rows(data, "the targets", batch_size)
         if not self.question or not isinstance(task, QuestionsModelOutput):
             return rows
         asked = task.ask(self.question, rows)

@@ -172,7 +172,6 @@ class AttributorSettings:
                 (own.task, own.questions) if isinstance(own, QuestionsModelOutput) else (own, {})
             )
             resolved, name = QuestionsModelOutput(base, {**questions, _ASKED: resolved}), _ASKED
-        resolved.know_model(self._model)
         asked.task = resolved
         return asked, name
 
