@@ -280,8 +280,10 @@ def test_checkpoints_or_runs_are_the_unit_of_a_product_of_two_means(q, runs, wei
         return np.einsum("c,cnm->nm", a[kept], k[kept]) * a.sum() / a[kept].sum(), factors[kept].mean(0)
 
     mean, factor = means([])
-    change = [factor * (part - mean) + mean * (other - factor) for part, other in map(means, members)]
-    expected = np.sqrt((1 - 1 / len(members)) * np.square(change).sum(0))
+    count, weighted = len(members), sum(bool(a[group].any()) for group in members)
+    ratio = np.sqrt((1 - 1 / weighted) / (1 - 1 / count))  # a group of weight 0 is none of the weighted mean
+    change = [ratio * factor * (part - mean) + mean * (other - factor) for part, other in map(means, members)]
+    expected = np.sqrt((1 - 1 / count) * np.square(change).sum(0))
     scores = rows.scores(replace(cases.DEFAULT, q=q, checkpoint_weights=weights))
 
     def check(found, wanted):
@@ -317,6 +319,22 @@ def test_reliability_ranks_what_each_run_alone_scores(q):
     # The kernel is that of all rows: only the rows that are ranked are fewer.
     some = scores.reliability(runs=RUNS, max_rows=10)
     np.testing.assert_allclose(some.agreement, mean_spearman(alone[:, ::2]), atol=1e-12)
+
+
+@pytest.mark.parametrize("q", ["outside", "inside", "off"])
+def test_checkpoints_of_weight_0_change_no_uncertainty(q):
+    """All results are those of the other checkpoints alone, if the mean q, which counts each, is the same."""
+    rows = cases.drawn(num_checkpoints=5)
+    if q == "outside":
+        rows.q[:] = rows.q[0]
+    method = replace(cases.DEFAULT, q=q, checkpoint_weights=(0.1, 0, 0.1, 0, 0))
+    with_others = rows.scores(method)
+    alone = rows.part([0, 2]).scores(replace(method, checkpoint_weights=(0.1, 0.1)))
+    np.testing.assert_allclose(with_others.standard_error(), alone.standard_error(), rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(with_others.reliability().expected, alone.reliability().expected)
+    equal = rows.scores(replace(method, checkpoint_weights=(0.1,) * 5)).reliability()
+    positive = equal.agreement.clip(min=0)
+    np.testing.assert_array_equal(equal.expected, 5 * positive / (1 + 4 * positive))  # to the last bit
 
 
 def test_the_weights_of_checkpoints_are_not_noise():

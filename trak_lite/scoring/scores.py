@@ -349,11 +349,11 @@ class Scores:
 
         Each checkpoint (or run) alone estimates the same score. The score is the mean of these estimates, with the
         weights of the checkpoints, and this method returns the standard error of that mean. (It is the jackknife that
-        leaves out one checkpoint or run, in the first order because the mean q multiplies the score.) The error covers
-        the change that other checkpoints (runs) of the same kind would cause. It does not cover errors that all of them
-        share: the projection, the damping, the linearisation. Checkpoints of one run are not independent, so their
-        standard error underestimates the change that another run would cause. Pass ``runs`` to compute the error over
-        runs.
+        leaves out one checkpoint or run, in the first order because the mean q multiplies the score. It is up to 1.4
+        times too large if few of them have nearly all of the weight.) The error covers the change that other
+        checkpoints (runs) of the same kind would cause. It does not cover errors that all of them share: the
+        projection, the damping, the linearisation. Checkpoints of one run are not independent, so their standard error
+        underestimates the change that another run would cause. Pass ``runs`` to compute the error over runs.
 
         Measured on digits (``benchmarks/score_reliability.py``, root mean square): the difference between the scores
         of 3 runs and of 3 other runs was 1.00 times the predicted one with ``runs`` (within two standard errors in

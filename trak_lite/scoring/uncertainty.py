@@ -120,7 +120,8 @@ class Repeats:
         parts = ([part[index] for index in weighted] for part in self._parts(rows, slice(None)))
         agreements = torch.cat([agreement(part) for part in parts])
         # a mean with the shares s is as noisy as the plain mean of this number of groups, which is G for equal shares
-        equal = math.fsum(self._shares) ** 2 / math.fsum(share**2 for share in self._shares)
+        shares = [share / max(self._shares) for share in self._shares]  # of exactly 1 if they are equal
+        equal = math.fsum(shares) ** 2 / math.fsum(share**2 for share in shares)
         expected = expected_agreement(agreements, equal).cpu().numpy()
         return Reliability(agreements.cpu().numpy(), expected, expected >= threshold)
 
