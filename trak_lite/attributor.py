@@ -818,7 +818,8 @@ class Attributor:
         distributed run rank 0 removes the rows, after all ranks have made the call.
 
         Args:
-            name: As in :attr:`FeaturizeSummary.checkpoints`, or the name of its table in the store: ``"ckpt-0"``.
+            name: As in :attr:`FeaturizeSummary.checkpoints`, or the name of its table in the store: ``"ckpt-0"``. A
+                capture that is not finished is removed by its name or its table, which messages name.
 
         Raises:
             StateError: If nothing was featurized yet.

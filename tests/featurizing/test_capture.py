@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from typing import Any, cast
 
 import numpy as np
@@ -301,6 +302,14 @@ def test_a_killed_training_goes_on(layers):
     for name in ("0", "b"):
         with pytest.raises(errors.StateError, match=f"has {BATCH} rows of a capture '{name}'"):
             made.capture(data(), name).__enter__()
+    with pytest.raises(errors.InvalidInputError, match=r"ckpt-1 \(0\), ckpt-2 \(0\), captured/0/") as several:
+        made.drop_checkpoint("0")
+    path = cast("re.Match[str]", re.search(r"captured/0/ckpt-\d+", str(several.value)))[0]
+    made.drop_checkpoint(path)
+    with pytest.raises(
+        errors.InvalidInputError, match=f"0 checkpoints have the name '{path}'.*ckpt-2.*captured/b"
+    ):
+        made.drop_checkpoint(path)
     made.drop_checkpoint("b")
     with made.capture(data(), "b") as capture:
         assert capture.num_missing == N

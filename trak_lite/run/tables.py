@@ -306,22 +306,24 @@ def require_order(tables: Mapping[str, AbstractRowTable], digests: Iterable[str]
 
 
 def capture_tables(store: AbstractFeatureStore, name: str | None = None) -> dict[int, str]:
-    """Return the paths of the rows of captures that are not finished, of one name or of all, by checkpoint id."""
-    paths = [path for path in store.table_names(CAPTURED) if name in (None, path.split("/")[1])]
+    """Return the paths of the rows of captures that are not finished, by checkpoint id; of one name or path, or all."""
+    paths = [path for path in store.table_names(CAPTURED) if name in (None, path, path.split("/")[1])]
     return {int(path.rpartition("-")[2]): path for path in paths}
 
 
 def drop_checkpoint(store: AbstractFeatureStore, name: str) -> None:
     """Delete the rows of a checkpoint, of train data and of targets, from a store that is open for writing.
 
-    The name is that of the checkpoint when it was featurized or captured, or of its table: ``ckpt-0``.
+    The name is that of the checkpoint when it was featurized or captured, or of its table: ``ckpt-0``, or that of a
+    capture that is not finished.
     """
     paths = [checkpoint_path(model_id) for model_id in checkpoint_ids(store)]
     names = {path: store.attributes(path).get("name") for path in paths}
+    names |= {path: path.split("/")[1] for path in capture_tables(store).values()}
     matches = [path for path in paths if name in (path, names[path])]
     unfinished = capture_tables(store, name)
     if len(matches) > 1 or not (matches or unfinished):
-        choices = some_of(f"{path} ({label})" for path, label in names.items())
+        choices = some_of(f"{path} ({names[path]})" for path in [*matches, *unfinished.values()] or names)
         raise InvalidInputError(
             f"{len(matches)} checkpoints have the name {name!r}. Expected one of the tables {choices}."
         )
