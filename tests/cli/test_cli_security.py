@@ -220,8 +220,8 @@ def test_the_watch_sees_code_that_runs(copied):
 
 
 def test_a_recorded_run_is_repeated_with_a_recipe_that_is_typed_only(ran, capsys):
-    for command in ("run", "featurize", "score", "verify"):
-        line = refused([command, "--from", str(ran / "run.zarr")], capsys)
+    for command, *more in (["run"], ["featurize"], ["score"], ["verify"], ["run", "--recipe+", "recipe.py"]):
+        line = refused([command, "--from", str(ran / "run.zarr"), *more], capsys)
         for said in ("a recipe that a store names is never executed", "recipe.py'", "Pass --recipe FILE"):
             assert said in line
 

@@ -92,7 +92,7 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
     may come from someone else, and the recorded digest says nothing about what the code does. It is optional unless
     the command ``runs``, which needs model and data.
     """
-    typed = {name.removesuffix("+"): text for name, text in options}
+    typed = dict(options)
     if isinstance(source, RunRecord):
         settings, where, folder = dict(source.config), f"The run stored in {source.where}", Path()
         there = settings.pop("recipe", None)
@@ -118,7 +118,8 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
         keys, named = recipe.keys(), {f"{SECTION}.{name}": value for name, value in arguments.items()}
     values |= _parsed(keys, named, of_recipe, where)
     values["recipe"] = None if recipe is None else str(recipe.path)
-    recorded = {key.name for key in needed} - typed.keys() if isinstance(source, RunRecord) else ()
+    changed = {name.removesuffix("+") for name in typed}
+    recorded = {key.name for key in needed} - changed if isinstance(source, RunRecord) else ()
     checkpoints, path = values["checkpoints"], resolve_place(values["path"])
     if isinstance(checkpoints, str):
         values["checkpoints"] = os.path.abspath(os.path.expanduser(checkpoints))
