@@ -67,13 +67,13 @@ def without(rows):
     return np.setdiff1d(EVERYTHING, rows)
 
 
-def scored(path=None, targets=ASKED):
+def scored(path=None, targets=ASKED, **more):
     """Scores that are the influence of each row on the regression: one kernel, without projection."""
     damping = RIDGE * D / np.square(TRAIN[0]).sum()  # in units of the mean eigenvalue
     settings = {"layout": "joint", "dtype": "float32", "method": GaussNewton(damping=float(damping))}
     made = Attributor(model(weights(EVERYTHING)), "regression", path, progress=False, **settings)
     made.featurize(DATA, columns={"source": TRAIN[2]})
-    return made.score(targets, "asked")
+    return made.score(targets, "asked", **more)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def test_the_prediction_is_the_sum_of_scores(scores):
     assert found.upper is None
     assert "without 2 of 10 train rows (20.0%)" in str(found)
     assert "No interval: no retraining is stored with these scores" in str(found)
-    assert str(found).endswith(
-        "The prediction is the sum of scores."
-    )  # retraining functions refuse held scores
+    whole = "The prediction is the sum of scores."  # retraining functions refuse these scores
+    assert str(found).endswith(whole)
+    assert str(what_if(scored(dense=False), [1])).endswith(whole)
     assert "targets) (on the command line: trak-lite trials CONFIG), or verify." in what_if(scores, [1]).basis
     np.testing.assert_array_equal(what_if(held, np.isin(np.arange(10), [2, 7])).predicted, found.predicted)
     both = what_if(held, remove=[1], add=[3, 4])

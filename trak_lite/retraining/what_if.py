@@ -119,13 +119,12 @@ def what_if(
 
     A removed set gets an interval from sets whose removal was measured: those of :func:`try_removals`, otherwise the
     random subsets of :func:`~trak_lite.verify`, which resemble random sets only, and the less the more their sizes
-    differ: 10 subsets of half of the rows answer for about half of the rows. These are compared with each other and
-    not with models of all rows, so that their intervals are widened by the change that the scores predict for random
-    rows. The interval is about the mean output
-    of R models that are trained without the rows, R as in these retrainings, minus the expected output of models that
-    are trained on all rows. Sets that too few retrainings resemble in size and concentration, and sets that are larger
-    or denser than all of them, get no interval, and ``basis`` says why; nor do added or relabelled rows, because
-    no retraining has measured them.
+    differ: 10 subsets of half of the rows answer for about half of the rows, of many targets. These are compared with
+    each other and not with models of all rows, so that their intervals are widened by the change that the scores
+    predict for random rows. The interval is about the mean output of R models that are trained without the rows, R as
+    in these retrainings, minus the expected output of models that are trained on all rows. Sets that too few
+    retrainings resemble in size and concentration, and sets that are larger or denser than all of them, get no
+    interval, and ``basis`` says why; nor do added or relabelled rows, because no retraining has measured them.
 
     Args:
         scores: Scores of any method, of all train rows (without ``k=`` and ``refine=``).
@@ -212,7 +211,7 @@ class SummedEffects:
             basis = (
                 "No interval: no retraining is stored with these scores. The prediction is the sum of scores"
             )
-            measurable = self.scores.record.source is not None  # retraining functions refuse other scores
+            measurable = self.scores.stored and self.scores.record.source is not None  # others are refused
             basis += f"; measure with {_MEASURE}, or verify." if measurable else "."
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
