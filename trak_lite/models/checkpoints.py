@@ -76,7 +76,7 @@ class Checkpoint:
     """One set of weights, loaded on demand."""
 
     name: str
-    """Name for messages: a file's stem, or a number."""
+    """Name for messages: a file's stem, a folder's name, or a number."""
     source: str | None
     """Absolute path of the file; ``None`` if the weights do not come from a file."""
     load: Callable[[], Mapping[str, Tensor]] | None
