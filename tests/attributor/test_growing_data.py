@@ -69,16 +69,6 @@ def test_only_appended_rows_are_featurized_and_a_reader_from_before_sees_what_it
     assert check_store(path).findings == ()
 
 
-def test_data_that_grew_go_on_with_a_range_of_indices(tmp_path):
-    path = tmp_path / "a.zarr"
-    attributor(path).featurize(rows(N))
-    for data, some in ((rows(N), N), (rows(N + 3), N), (rows(N + 3), N + 2), (rows(N + R), N + 3)):
-        attributor(path).featurize(Rows(data, indices=range(some)), append=True)
-    assert attributor(path).featurize(rows(N + 3)).rows_found == N + 3
-    with pytest.raises(errors.ManifestMismatchError, match="dataset"):
-        attributor(path).featurize(Rows(rows(N + 3), indices=[1, 0, *range(2, N + 3)]))
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_scores_of_grown_data_are_those_of_the_whole_and_older_ones_are_refused(tmp_path, in_memory):
     made = attributor(None if in_memory else tmp_path / "a.zarr")
@@ -219,6 +209,8 @@ def test_rows_are_appended_by_a_flag_alone_and_to_the_same_rows_and_settings(tmp
         (Rows(Counting(rows(N))), Rows(Counting(rows(N + 3)))),
         (Rows(rows(N + 3), indices=range(2, N)), Rows(rows(N + 3), indices=range(2, N + 3))),
         (Rows(Subset(rows(N), range(N))), Rows(Subset(changed(N + 1), range(N + 3)))),
+        (Subset(rows(N + 9), range(N)), Subset(changed(N + 1), range(N + 3))),
+        ([*rows(N)], Subset([*rows(N + 9)], range(N + 3))),
     ],
 )
 def test_appended_rows_are_told_from_the_stored_ones_by_any_identity(shorter, longer):

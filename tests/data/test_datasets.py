@@ -133,6 +133,7 @@ def test_identity_tells_other_samples_other_order_and_other_length_apart():
     found += [identity(values, indices=[1, 0, *range(2, 10)]), one(text="b"), one(pixel=2)]
     found += [one(mapping={"k": [2, None]}), one()]
     assert (identity(values.clone()), one()) == (found[0], found[-1])
+    assert identity(values, indices=range(9))["tensors"] == found[0]["tensors"]  # as stores have it
     z = torch.complex(values, values).conj()
     assert (identity(z), identity(z.imag)) == (identity(z.resolve_conj()), identity(-values))
     assert all(found[i] != found[j] for i in range(len(found)) for j in range(i))

@@ -97,8 +97,7 @@ class Rows(_AsTheyAre):
             collate: Turns a list of samples into a batch; ``None`` uses the loader's, or torch's default.
             name: Name that identifies the data. Data with the same name are treated as the same, and no sample is
                 loaded to compare them. With ``None``, data are identified by a digest of up to 64 samples (of all
-                samples in a ``TensorDataset``, or of the first ones with ``indices=range(n)``) and, for a custom
-                ``collate``, of each sample collated on its own.
+                samples in a ``TensorDataset``) and, for a custom ``collate``, of each sample collated on its own.
             what: Name of the data in messages.
 
         Raises:
@@ -169,8 +168,9 @@ class Rows(_AsTheyAre):
         if self._indices is None and size != self._size:
             raise InvalidInputError(
                 f"{self.what} had {self._size} rows when the call began, and has {size} now, but the rows must not "
-                "change during a call. Pass a dataset of fixed length, or indices=range(...), and append new rows by "
-                "another call: featurize(..., append=True)."
+                "change during a call. Pass a dataset of fixed length, such as torch.utils.data.Subset(data, range(n)) "
+                "or a TensorDataset of the first rows, and append new rows by another call: "
+                "featurize(..., append=True)."
             )
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:
@@ -246,13 +246,11 @@ class Rows(_AsTheyAre):
         identity: dict[str, Any] = {"num_rows": count, "indices": order.hexdigest()}
         if self.name is not None:
             return {**identity, "id": self.name}
-        plain = type(self.dataset) is TensorDataset
         if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
-            chosen = self._indices
-            num_hashed = num_rows if chosen is None else None
-            if plain and chosen is not None and np.array_equal(chosen[:count], np.arange(count)):
-                num_hashed = count  # as if there were no other rows
-            identity["tensors"] = _digest(tuple(tensor[:num_hashed] for tensor in self.dataset.tensors))
+            tensors = self.dataset.tensors
+            in_order = self._indices is None
+            identity["tensors"] = _digest(tuple(t[:num_rows] for t in tensors) if in_order else tensors)
+        plain = type(self.dataset) is TensorDataset
         if plain and self.collate is default_collate:
             return identity
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
