@@ -23,6 +23,7 @@ from trak_lite.errors import (
     UnknownTaskError,
     UnsupportedModelError,
 )
+from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.retraining import retrain
 from trak_lite.store import open_store
 
@@ -102,6 +103,18 @@ def linear(call, batch):
 
 def failing(call, batch):
     return call(batch[0]) @ X
+
+
+def other_dtype(call, batch):
+    return -nn.CrossEntropyLoss(reduction="none")(call(batch[0]), batch[1].float())
+
+
+class OfOriginal(AbstractModelOutput):
+    def get_output(self, model, weights, buffers, inputs, label):
+        return torch.func.functional_call(model, (weights or {}, buffers or {}), label[None])[0]
+
+    def get_out_to_loss_grad(self, model, weights, buffers, batch):
+        return torch.ones(len(batch[0]), 1)
 
 
 def passes_labels(call, batch):
@@ -204,7 +217,9 @@ ROW_9 = r"^Row 9 of the train data: .*99"
         (ROW_9, with_label(9, 99), {**LOOP, "batch_size": 4}, InvalidInputError),
         (r"Sequential failed.*\(12, 7\) float32", empty(N, 7), {}, InvalidInputError),
         (r"^The task \(test_unexpected_inputs.py:\d+\) failed", TRAIN, {"task": failing}, InvalidInputError),
+        (r"^The task \(test_un.*\. Check that the task", TRAIN, {"task": other_dtype}, InvalidInputError),
         (r"^Sequential \(test_un.*\) failed", TRAIN, {"task": passes_labels, **LOOP}, InvalidInputError),
+        (r"^Sequential \(test_un.*that the model takes", TRAIN, {"task": OfOriginal()}, InvalidInputError),
         ("No rows in the train data", empty(0, 4), {}, InvalidInputError),
         ("the train data does not read", SHUFFLED, {}, InvalidInputError),
         ("gave a batch of 1", TRAIN, {"collate": one_sample}, InvalidInputError),

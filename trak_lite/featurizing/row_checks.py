@@ -119,25 +119,39 @@ def _naming_rows(
             for leaf in leaves
         )
         first = next(iter(str(error).splitlines()), "")
+        failed, advice = _failed(error, model, task)
         raise InvalidInputError(
-            f"{_failed(error, model, task)} failed on a batch of {what} (rows {_some(rows)}) with tensors {shapes}: "
-            f"{type(error).__name__}: {first}. Check that the samples have the shapes and dtypes that the model takes, "
-            "and that the task passes them as the model expects."
+            f"{failed} failed on a batch of {what} (rows {_some(rows)}) with tensors {shapes}: "
+            f"{type(error).__name__}: {first}. {advice}"
         ) from error
 
 
-def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> str:
-    """Return whether the model or the task raised an error, with the last line outside torch and this package."""
+def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> tuple[str, str]:
+    """Return whether the model or the task failed, with the last line outside torch and this package, and advice."""
     frames = list(traceback.walk_tb(error.__traceback__))
     codes = {frame.f_code for frame, _ in frames}
-    is_of_model = nn.Module._call_impl.__code__ in codes
+    # A task may call other modules, and one of the original TRAK's interface calls the model itself.
+    is_of_model = ModelCall.__call__.__code__ in codes or any(
+        frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
+        for frame, _ in frames
+    )
     is_of_task = getattr(type(task).evaluate, "__code__", None) in codes and not is_of_model
     lines = [
         f" ({Path(frame.f_code.co_filename).name}:{line})"
         for frame, line in frames
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_NAMED
     ]
-    return f"{'The task' if is_of_task else class_of(model).__name__}{lines[-1] if lines else ''}"
+    line = lines[-1] if lines else ""
+    if is_of_task:
+        return (
+            f"The task{line}",
+            "Check that the task takes such batches, and the outputs of the model for them.",
+        )
+    return (
+        f"{class_of(model).__name__}{line}",
+        "Check that the samples have the shapes and dtypes that the model takes, and that the task passes them as the "
+        "model expects.",
+    )
 
 
 @contextmanager
