@@ -14,11 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from late import Late
 from report_cases import Histogram, Parsed, drawn_scores, predictions
+from tiny_runs import labelled
 
-from trak_lite import Scores
+from trak_lite import Attributor, Scores
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.report import write_report
+from trak_lite.store import ZarrFeatureStore
 
 matplotlib = Late("matplotlib")
 
@@ -217,6 +219,20 @@ def test_a_figure_that_cannot_be_drawn_says_why(tmp_path, name, arguments, reaso
     svg, said = figure(tmp_path, drawn_scores(**arguments), name)
     assert svg is None
     assert reason in said
+
+
+@pytest.mark.parametrize("name", ["damping", "checkpoints"])
+def test_finished_scores_whose_targets_have_no_features_are_reported_without_the_figure(tmp_path, name):
+    model, path = torch.nn.Linear(4, 3), tmp_path / "a.zarr"
+    made = Attributor(model, "image_classification", path, proj_dim=4)
+    made.featurize(labelled(12), [torch.nn.Linear(4, 3).state_dict() for _ in range(2)])
+    scores = made.score(labelled(3))
+    assert figure(tmp_path, scores, name)[0] is not None
+    with ZarrFeatureStore.open(path, "r+") as store:
+        store.drop_table("targets/targets/ckpt-0")  # what a killed drop_checkpoint leaves
+    svg, said = figure(tmp_path, Attributor.open(path, model).scores("targets"), name)
+    assert svg is None
+    assert "The features of the targets are not in the store." in said
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -2.5])

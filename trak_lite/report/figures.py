@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trak_lite.core.validate import require_packages
 from trak_lite.data.datasets import every_nth
-from trak_lite.errors import InvalidInputError, SingularKernelError, StateError
+from trak_lite.errors import InvalidInputError, MissingStoreError, SingularKernelError, StateError
 from trak_lite.evaluation import spearman
 from trak_lite.evaluation._arrays import standardised
 from trak_lite.report.content import ReportedScores
@@ -82,6 +82,8 @@ def drawn_figures(
             drawing = make()
         except (InvalidInputError, SingularKernelError, StateError) as reason:
             drawing = None, str(reason)
+        except MissingStoreError:  # scores outlast them, and a killed drop_checkpoint removes them first
+            drawing = None, "The features of the targets are not in the store."
         yield title, *drawing
 
 
