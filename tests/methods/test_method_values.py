@@ -118,7 +118,10 @@ def test_what_is_no_method_is_refused(given, said):
         ("two or more methods", lambda: Mean(GradDot())),
         ("must be a name", lambda: Mean(GradDot(), "GausNewton")),
         ("one per method", lambda: Mean(GradDot(), GaussNewton(), method_weights=(1,))),
-        ("one per method", lambda: Mean(GradDot(), GaussNewton(), method_weights=1)),
+        *(
+            ("one per method", lambda weights=weights: Mean(GradDot(), GaussNewton(), method_weights=weights))
+            for weights in (1, np.array(1.0), torch.tensor(1.0), iter([1]))
+        ),
         ("not all zero", lambda: Mean(GradDot(), GaussNewton(), method_weights=(0, 0))),
         ("takes finished runs", lambda: Unrolled()),
         ("takes finished runs", lambda: Unrolled("a run")),

@@ -108,7 +108,10 @@ class Mean(AbstractMatrixMethod):
             raise InvalidInputError(f"Mean takes two or more methods, got {methods!r:.200}.")
         methods = tuple(map(as_method, methods))
         weights = (1.0,) * len(methods) if method_weights is None else method_weights
-        listed = weights if hasattr(weights, "__len__") else ()
+        try:
+            listed = tuple(weights)
+        except TypeError:
+            listed = ()
         numbers = tuple(real_at_least(0.0, method_weights=weight) for weight in listed)
         if len(numbers) != len(methods) or not sum(numbers):
             raise InvalidInputError(
