@@ -104,6 +104,32 @@ def test_a_long_fit_in_a_field_is_shown_by_its_first_values_its_size_and_a_diges
         made.scores("targets", method=other)
 
 
+NUMBERS = {str(number): float(number) for number in range(5000)}
+
+
+@pytest.mark.parametrize(
+    ("fit", "other"),
+    [
+        (NUMBERS, {**NUMBERS, "4999": 0.5}),
+        ("x" * 5000, "x" * 4999 + "y"),
+        ([{(0, 1): [0.0] * 1000}] * 9, [{(0, 1): [0.5] * 1000}] * 9),
+    ],
+)
+def test_a_long_text_and_a_long_dict_in_a_field_are_shown_short(fit, other):
+    texts = [str(Fitted(fit=one)) for one in (fit, other)]
+    assert max(map(len, texts)) < 600
+    assert texts[0] != texts[1]
+
+
+def test_a_method_with_a_repr_is_shown_by_it():
+    @dataclass(frozen=True, kw_only=True)
+    class Named(Fitted):
+        def __repr__(self):
+            return f"the fit of {len(self.fit)} numbers"
+
+    assert str(Named(fit=(0.0,) * 5000)) == "the fit of 5000 numbers"
+
+
 def test_no_name_of_a_method_can_be_entered():
     with pytest.raises(TypeError):
         methods.METHODS["SignedDot"] = SignedDot

@@ -6,14 +6,15 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from numpy.typing import NDArray
 
 _SHOWN = 200
-"""Characters of a list that is shown whole."""
-_MOST_SHOWN = 8
-"""Values of one that is not."""
+"""Characters of a value that is shown whole."""
+_MOST_VALUES_SHOWN, _MOST_KEYS_SHOWN = 8, 32
+"""Values of a list and keys of a dict that are shown one by one; of more, the first two are shown."""
 _DEEPEST = 128
 _MOST_BYTES = 64 << 20
 _MOST_VALUES = 1 << 21
@@ -36,21 +37,30 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as text; of a long list its first two values, their number and a digest.
+    """Return a value as text; of a long text, list or dict the start, its size and a digest.
 
     Example:
         >>> shown({"a": tuple(range(1000))})
         "{'a': [0, 1, ... 1000 values, digest 3e726f1b]}"
     """
     text = repr(value) if isinstance(value, str) else str(value)
-    if len(text) <= _SHOWN or not isinstance(value, list | tuple | dict):
+    if len(text) <= _SHOWN or not isinstance(value, str | list | tuple | dict):
         return text
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {shown(entry)}' for key, entry in value.items())}}}"
-    if len(value) <= _MOST_SHOWN:
-        return f"[{', '.join(map(shown, value))}]"
-    digest = hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:8]
-    return f"[{shown(value[0])}, {shown(value[1])}, ... {len(value)} values, digest {digest}]"
+    try:
+        whole = json.dumps(value, default=str)  # equal for a tuple and for its list, which a store returns
+    except (TypeError, ValueError):  # a key that is no key of JSON
+        whole = text
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+    if isinstance(value, str):
+        return f"{value[:_SHOWN]!r}... {len(value)} characters, digest {digest}"
+    is_dict = isinstance(value, dict)
+    count = len(value) if len(value) <= (_MOST_KEYS_SHOWN if is_dict else _MOST_VALUES_SHOWN) else 2
+    entries = [
+        f"{shown(key)}: {shown(value[key])}" if is_dict else shown(key) for key in islice(value, count)
+    ]
+    if count < len(value):
+        entries.append(f"... {len(value)} values, digest {digest}")
+    return f"{{{', '.join(entries)}}}" if is_dict else f"[{', '.join(entries)}]"
 
 
 def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:

@@ -45,6 +45,7 @@ class MatrixParts(Protocol):
 
 Check: TypeAlias = Callable[..., Any]
 """Returns its one keyword value, or raises."""
+_LONGEST_REPR: Final = 1000
 CHECK_LAYOUT: Final = partial(one_of, ("stored", "joint"))
 
 
@@ -111,7 +112,9 @@ class AbstractMethod(ABC):
                 object.__setattr__(self, name, check(**{name: getattr(self, name)}))
 
     def __str__(self) -> str:
-        """Return the class and its fields; of a long field, such as a fit, the first values."""
+        """Return the ``repr``; if it is long, the class and its fields, and of a long field the first values."""
+        if len(text := repr(self)) <= _LONGEST_REPR:
+            return text
         texts = (f"{field.name}={shown(getattr(self, field.name))}" for field in fields(self) if field.repr)
         return f"{self.name}({', '.join(texts)})"
 

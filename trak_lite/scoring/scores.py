@@ -180,7 +180,8 @@ class Scores:
         num_rows, num_targets = self.shape
         address = self.location or "memory"
         values = self.settings.items()
-        settings = ", ".join(f"{key}={one if isinstance(one, str) else shown(one)}" for key, one in values)
+        texts = ((key, one if isinstance(one, str) and len(one) < 100 else shown(one)) for key, one in values)
+        settings = ", ".join(f"{key}={text}" for key, text in texts)
         verdicts = [one for one in (self.verdict, self.one_run_verdict) if one is not None]
         tested = "".join("\n  tested: " + str(one).replace("\n", "\n    ") for one in verdicts)
         return printable(
