@@ -31,7 +31,7 @@ from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.types import Batch, OutputTerms
 
 _RTOL, _ATOL = 1e-9, 1e-11
-_DRAWS = ((128, 2.0), (512, 8.0))
+_DRAWS = ((128, 2.0), (512, 12.0))
 """Numbers of draws, and how often its expectation the squared norm of their mean may be: the same mean for both."""
 
 
