@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, methods, projectors, unrolled
 from trak_lite import modelout_functions as tasks
-from trak_lite.errors import InvalidInputError, ManifestMismatchError
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, UnknownTaskError
 from trak_lite.store import open_store
 
 
@@ -50,10 +50,31 @@ def test_names_instances_classes_and_functions_resolve_to_tasks():
     assert made.function is mean_of_squares
 
 
-@pytest.mark.parametrize("entry", [Wide(3), functools.partial(Wide, 3)])
+@pytest.mark.parametrize("entry", [Wide(3), functools.partial(Wide, 3), lambda: Wide(3)])
 def test_a_users_own_name_is_that_of_an_instance_or_of_a_class_with_its_arguments(entry, monkeypatch):
     monkeypatch.setitem(tasks.MODEL_OUTPUTS, "wide", entry)
     assert tasks.resolve_task("wide").width == 3
+
+
+def test_a_users_own_name_is_that_of_a_function_or_of_a_class_without_needed_arguments(monkeypatch):
+    function = functools.partial(powered, power=3)
+    entries = {"own": Own, "wide": Wide, "powered": powered, "partial": function, "network": nn.Linear(2, 1)}
+    for name, entry in entries.items():
+        monkeypatch.setitem(tasks.MODEL_OUTPUTS, name, entry)
+    assert type(tasks.resolve_task("own")) is Own
+    assert [tasks.resolve_task(name).function for name in ("powered", "partial")] == [powered, function]
+    for name, said in (("wide", r"needs the arguments \['width'\]"), ("network", "is a torch.nn.*Linear")):
+        with pytest.raises(UnknownTaskError, match=said):
+            tasks.resolve_task(name)
+
+
+def test_a_name_of_the_package_with_settings_is_opened_with_those_of_the_store(monkeypatch, tmp_path):
+    cls, path = tasks.ImageClassificationModelOutput, tmp_path / "a.zarr"
+    monkeypatch.setitem(tasks.MODEL_OUTPUTS, cls.name, cls(temperature=2.0))
+    assert stored_task(cls.name, path)["settings"] == {"temperature": 2.0}
+    for other in (cls(temperature=3.0), functools.partial(cls, temperature=3.0), cls):
+        monkeypatch.setitem(tasks.MODEL_OUTPUTS, cls.name, other)
+        assert Attributor.open(path, nn.Linear(2, 2)).task.settings() == {"temperature": 2.0}
 
 
 def test_a_task_has_no_state_and_nothing_to_prepare_by_default():

@@ -348,8 +348,9 @@ def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
     return LossModelOutput(task)
 
 
-MODEL_OUTPUTS: dict[str, type[AbstractModelOutput] | AbstractModelOutput] = {}
-"""Model output functions by task name: the classes of the built-in ones, and classes or instances of a user's own."""
+MODEL_OUTPUTS: dict[str, type[AbstractModelOutput] | AbstractModelOutput | Callable[..., Any]] = {}
+"""Model output functions by task name: the classes of the built-in ones, and classes, instances or functions of a
+user's own."""
 TASK_TO_MODELOUT = MODEL_OUTPUTS
 """Alias of :data:`MODEL_OUTPUTS` with the original TRAK's name."""
 _ACCEPTED = (
@@ -376,8 +377,11 @@ def resolve_task(
     """
     if isinstance(task, str):
         if task in MODEL_OUTPUTS:
-            entry = MODEL_OUTPUTS[task]
-            return entry if isinstance(entry, AbstractModelOutput) else entry()
+            entry: Any = MODEL_OUTPUTS[task]
+            is_object = isinstance(entry, type | nn.Module | AbstractModelOutput)
+            # A partial class, or a function that makes the task: a task takes two arguments.
+            makes_task = callable(entry) and not is_object and not _needed(entry)
+            return resolve_task(entry() if makes_task else entry)
         # A part of several names ("language_modeling") is none of them: their batches and outputs differ.
         near = [name for name in MODEL_OUTPUTS if task and task.casefold() in name]
         near = near or difflib.get_close_matches(task, MODEL_OUTPUTS, n=1)
@@ -392,10 +396,7 @@ def resolve_task(
             raise UnknownTaskError(
                 f"The task is the class {_type_name(task)}. Expected {_ACCEPTED}.{_hint(task)}"
             )
-        parameters = inspect.signature(task).parameters.values()
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-        if needed:
+        if needed := _needed(task):
             raise UnknownTaskError(
                 f"The task class {_type_name(task)} needs the arguments {needed}. Pass an instance instead of the "
                 "class."
@@ -406,6 +407,13 @@ def resolve_task(
     raise UnknownTaskError(
         f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
     )
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a function or class needs."""
+    parameters = inspect.signature(function).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def _type_name(cls: type) -> str:
