@@ -152,6 +152,14 @@ def test_colours_of_tokens_are_their_products_with_the_target(client, ran, targe
         np.testing.assert_allclose(sum(expected[int(row)]), score, rtol=6e-3)
 
 
+def test_a_wrong_number_of_tokens_names_the_index_and_the_row(ran, tmp_path):
+    folder = shutil.copytree(ran, tmp_path / "copy")
+    recipe = folder / "recipe.py"
+    recipe.write_text(recipe.read_text().replace("[index].tolist()]", "[index].tolist() if index != 8]"))
+    with pytest.raises(InvalidInputError, match=r"tokens\(8\) .* 0 texts for train row 3\..* label: 6"):
+        pages_in(folder).start({"target": "1", "tokens": "1", "k": "6"})
+
+
 def shown(page: str) -> list[str]:
     """Return rows and scores, and tokens with their weights."""
     found = re.findall(r'(?:data-row="(\d+)")|(?:class="score">([^<]+)<)|(?:title="([^"]*)">)', page)
