@@ -246,3 +246,8 @@ def test_classes_of_a_users_own_that_cannot_be_computed_or_told_apart_are_refuse
             made.score(labelled(5), method=method)
     with pytest.raises(InvalidInputError, match="rename the class"):
         attributor(method=namesake())
+
+
+@pytest.mark.parametrize("make", [tuple, iter, np.array, lambda weights: map(float, weights)])
+def test_weights_of_methods_are_any_iterable(make):
+    assert Mean(GradDot(), GaussNewton(), method_weights=make([1.0, 3.0])).method_weights == (0.25, 0.75)
