@@ -153,7 +153,7 @@ def make_plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
             reads_only_extremes=two.reads_only_extremes and three.reads_only_extremes,
-            path=[record.function for record in three.records],
+            path=[operation.function for operation in three.seen],
             runs_functions=two.runs_functions or three.runs_functions,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
         )
@@ -173,7 +173,7 @@ def make_plan(
 def path_of(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> list[Any]:
     """Return the operations of a forward pass on what depends on kept parameters."""
     with torch.enable_grad():
-        return [record.function for record in _recorded(model, kept, batch, evaluate)[0].records]
+        return [operation.function for operation in _recorded(model, kept, batch, evaluate)[0].seen]
 
 
 def sample_on_path(
