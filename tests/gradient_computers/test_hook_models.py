@@ -256,69 +256,6 @@ EXACT |= {
 }
 
 
-# ---- Values that are written part by part
-def triangle(s, x):
-    u = x.new_zeros(4, 4)
-    u[range(4), range(4)] = F.softplus(s.p)
-    u[tuple(torch.triu_indices(4, 4, 1))] = s.a.weight.flatten()[:6]
-    return F.linear(x, u) + torch.log(u.diagonal()).sum() * x
-
-
-def row_by_row(s, x):
-    u = x.new_zeros(4, 4)
-    for k in range(4):
-        u[k] = s.a.weight[k] * s.p[k]
-        u[k, :k] += u[k - 1, :k] + s.b.bias[:k]
-    return x @ u
-
-
-def through_views(s, x):
-    u = x.new_zeros(4, 4)
-    row = u[1]
-    row.copy_(s.p)
-    turned = u.t()
-    u.narrow(0, 2, 2).copy_(s.a.weight[:2])
-    turned[0].add_(s.b.bias)
-    later = u.t()
-    u.view(-1)[5:9].mul_(s.a.bias)
-    return x @ u + x @ turned.sin() + x @ later
-
-
-def read_before_the_next_write(s, x):
-    u, weight = x.new_zeros(4, 4), s.a.weight * 2
-    u[0] = s.p
-    before = x + u[0] + (x @ u).sin() + F.linear(x, weight.t())
-    u[0] = s.b.bias
-    weight[1] = s.p
-    return before + x @ u + F.linear(x, weight.t())
-
-
-def by_many_operations(s, x):
-    u = x.new_zeros(16)
-    u.index_put_((torch.arange(4),), s.p).scatter_(0, torch.arange(8, 12), s.b.bias)
-    u.index_add_(0, torch.tensor([0, 9, 9, 3]), s.a.bias)
-    u = u.view(4, 4).masked_fill_(torch.eye(4, dtype=torch.bool), s.slope).mul_(s.a.weight).add_(s.p, alpha=2)
-    u.fill_diagonal_(1.0).transpose_(0, 1).lerp_(s.b.weight, 0.3)
-    return x @ u
-
-
-def into_parts_of_samples(s, x):
-    h = x.new_zeros(len(x), 4, 4)
-    h[:, 0] = s.p
-    h[:, 1].add_(s.b.bias)
-    h.select(1, 2).copy_(x * s.p).mul_(s.a.bias)
-    part = s.c(x)[:, 1:]
-    part.mul_(s.norm.weight[:2])
-    return torch.cat([h.flatten(1) * s.a.weight.flatten(), part], 1)
-
-
-WRITTEN = [triangle, row_by_row, through_views, read_before_the_next_write, by_many_operations]
-EXACT |= {
-    f"written {write.__name__}": net(write, rows(4), rows(1), rows(3))
-    for write in [*WRITTEN, into_parts_of_samples]
-}
-
-
 # ---- Rows that are in place in some batches only: integers, values or lengths move them
 def sorted_whole(s, x):
     order = x.flatten(1).sum(1).argsort()

@@ -109,14 +109,13 @@ class GradientPass(AbstractInterceptor):
         # Save tensors even inside a checkpoint, which would otherwise recompute its whole part for this gradient.
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             result = function(*args, **kwargs)
-        writes = is_in_place(function)
-        parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
-        for output in differentiable(written(function, args, result)):
-            if output.requires_grad and (writes or id(output) not in self.watched):
-                for tensor in self._ledger.sharing_memory(output) if writes else [output]:
-                    is_transpose = _is_transpose(function, args, kwargs, tensor)
-                    self._ledger.share(tensor, parents, is_transpose=is_transpose)
-                    self.watched[id(tensor)] = tensor
+        for tensor in differentiable(written(function, args, result)):
+            if tensor.requires_grad and id(tensor) not in self.watched:
+                parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
+                self._ledger.share(
+                    tensor, parents, is_transpose=_is_transpose(function, args, kwargs, tensor)
+                )
+                self.watched[id(tensor)] = tensor
         return result
 
     def hide(self, module: nn.Module, hidden: bool) -> None:
@@ -240,7 +239,9 @@ class GradientPass(AbstractInterceptor):
         if site.routed:
             tags = RowTags.of(site, outputs, call, trailing, self._num_samples)
             self._tags.append(tags)
-        uses = self._ledger.expect(targets)
+        unique = list({id(target): target for target in targets}.values())
+        for target in unique:
+            self._ledger.expect(target)
         waiting = [form]
 
         def arrived(grads: Sequence[Tensor | None]) -> None:
@@ -256,7 +257,7 @@ class GradientPass(AbstractInterceptor):
                         tags.add(grads if tagged is None else [tagged(_only(grads))])
                 elif waiting:
                     method, parts = waiting.pop()(grads, tags)
-                    self._ledger.deposit(uses, parts, method)
+                    self._ledger.deposit(unique, parts, method)
 
         _on_gradients(outputs, arrived, call)
 
@@ -384,10 +385,10 @@ def _on_gradients(
         return
     (result,) = outputs
     base = result._base
-    part: tuple[Sequence[int], Sequence[int], int] | None = None
-    if base is not None and call is not None and base.is_contiguous() and _is_written_as(result, base, call):
+    strides: tuple[torch.Size, tuple[int, ...]] | None = None
+    if base is not None and call is not None and _is_whole_of_new(result, base, call):
         # A write into a view (`x += y`) replaces its autograd history, so a hook on the view would not be called.
-        part = result.size(), result.stride(), int(result.storage_offset() - base.storage_offset())
+        strides = result.size(), result.stride()
         result = base
     node, output_nr = result.grad_fn, result.output_nr
     assert node is not None
@@ -395,20 +396,14 @@ def _on_gradients(
     def take(grads: tuple[Tensor | None, ...]) -> None:
         grad = grads[output_nr]
         if grad is not None:
-            if part is not None:
-                grad = grad.contiguous()
-                size, strides, offset = part
-                grad = grad.as_strided(size, strides, grad.storage_offset() + offset)
-            arrived((grad,))
+            arrived((grad if strides is None else grad.contiguous().as_strided(*strides),))
 
     node.register_prehook(take)  # a tensor's own hook takes three times as long
 
 
-def _is_written_as(result: Tensor, base: Tensor, call: OperationCall) -> bool:
-    """Whether an operation wrote into a view, or returns a view of all of a tensor that it allocated."""
-    if is_in_place(call.function):
-        return True
-    if base.numel() != result.numel():
+def _is_whole_of_new(result: Tensor, base: Tensor, call: OperationCall) -> bool:
+    """Whether a view covers all of a tensor that the operation itself allocated."""
+    if not base.is_contiguous() or base.numel() != result.numel():
         return False
     memory = base.untyped_storage().data_ptr()
     read = (leaf for leaf in flattened(call.args, call.kwargs)[0] if isinstance(leaf, Tensor))

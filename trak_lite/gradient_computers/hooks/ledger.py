@@ -6,12 +6,11 @@ propagates them to its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trak_lite.gradient_computers.hooks.calls import Contribution, Pieces, dense_of, merged, transposed
 from trak_lite.gradient_computers.parameters import Kept
@@ -20,15 +19,13 @@ from trak_lite.types import BlockSink, DenseBlock, FactoredBlock, LookupBlock, S
 
 @dataclass(slots=True, eq=False)
 class _Uses:
-    """State of one parameter, or of a value computed from parameters until something writes into it, during a pass."""
+    """State of one parameter, or of a value computed from parameters, during a pass."""
 
     tensor: Tensor
     names: Sequence[str]
     """The parameter's name, or those of all parameters that a value is computed from."""
     roots: Sequence[_Uses] = ()
     """The parameters that a value is computed from; empty for a parameter."""
-    edge: GradientEdge | None = None
-    """Where such a value is in autograd's graph until the next write."""
     transpose_of: _Uses | None = None
     pending: int = 0
     """Number of uses whose gradient has not arrived yet."""
@@ -62,30 +59,17 @@ class GradientLedger:
         self.methods: dict[str, dict[str, None]] = {name: {} for name in self._kept}
         """The rules that computed each parameter's gradient."""
         self._uses = {id(p): _Uses(p, (name,)) for name, p in self._kept.items()}
-        self._overwritten: list[_Uses] = []
-        """Uses of shared values before something was written into them."""
 
     def names_of(self, read: Sequence[int]) -> tuple[str, ...]:
         """Return the names of the parameters that these watched tensors are, or are computed from."""
         return tuple(dict.fromkeys(name for tensor in read for name in self._uses[tensor].names))
 
     def share(self, tensor: Tensor, parents: Sequence[int], *, is_transpose: bool) -> None:
-        """Register a value computed only from parameters or other such values, or written into a shared value."""
-        before = self._uses.get(id(tensor))
-        if before is not None:
-            parents = [id(tensor), *parents]
-            self._overwritten += [before] if before.pending else []
+        """Register a value computed only from parameters or other such values."""
         above = [self._uses[parent] for parent in parents]
         roots = list(dict.fromkeys(root for uses in above for root in uses.roots or [uses]))
         transpose_of = above[0] if is_transpose else None
-        names, edge = self.names_of(parents), get_gradient_edge(tensor)
-        self._uses[id(tensor)] = _Uses(tensor, names, roots, edge, transpose_of)
-
-    def sharing_memory(self, tensor: Tensor) -> list[Tensor]:
-        """Return a tensor, the one that it is a view of, and the shared values that are views of the same tensor."""
-        base = _viewed(tensor)
-        others = [uses.tensor for uses in self._uses.values() if uses.roots]
-        return [*{id(t): t for t in (tensor, base, *others) if _viewed(t) is base}.values()]
+        self._uses[id(tensor)] = _Uses(tensor, self.names_of(parents), roots, transpose_of)
 
     def note(self, target: Tensor, method: str) -> None:
         """Record the method that computed a gradient, for the report."""
@@ -93,24 +77,22 @@ class GradientLedger:
         for name in uses.names:
             self.methods[name][f"{method}, through a value made of it" if uses.roots else method] = None
 
-    def expect(self, targets: Iterable[Tensor]) -> Mapping[int, _Uses]:
-        """Count one more use of parameters or shared values; return what :meth:`deposit` takes."""
-        read = {id(target): self._uses[id(target)] for target in targets}
-        for uses in read.values():
-            uses.expect()
-        return read
+    def expect(self, target: Tensor) -> None:
+        """Count one more use of a parameter or a shared value."""
+        self._uses[id(target)].expect()
 
     def deposit(
-        self, read: Mapping[int, _Uses], parts: Sequence[tuple[Tensor, Contribution]], method: str
+        self, targets: Sequence[Tensor], parts: Sequence[tuple[Tensor, Contribution]], method: str
     ) -> None:
-        """Add the contributions of one use of every tensor that was read, computed by ``method``."""
+        """Add the contributions of one use of every target, computed by ``method``."""
         for target, part in parts:
             self.note(target, method)
-            uses = read[id(target)]
+            uses = self._uses[id(target)]
             while uses.transpose_of is not None:
                 part, uses = transposed(part, uses.tensor.shape), uses.transpose_of
             uses.parts.append(_cast(part, target.dtype))
-        for uses in read.values():
+        for target in targets:
+            uses = self._uses[id(target)]
             if uses.pending:
                 self._arrived(uses)
 
@@ -126,9 +108,9 @@ class GradientLedger:
         parts, uses.parts, shape = uses.parts, [], uses.tensor.shape
         if parts and not uses.roots:
             self._emit(uses, merged(parts, shape, keep_factors=self.keep_factors))
-        elif parts and uses.edge is not None:
+        elif parts:
             grads = dense_of(merged(parts, shape), shape)
-            pulled = _pulled_back(uses.edge, [root.tensor for root in uses.roots], grads)
+            pulled = _pulled_back(uses.tensor, [root.tensor for root in uses.roots], grads)
             for root, part in zip(uses.roots, pulled, strict=True):
                 if part is not None:
                     root.parts.append(part)
@@ -152,8 +134,9 @@ class GradientLedger:
     def finish(self) -> None:
         """Settle uses without a gradient, on which f does not depend, and emit zeros for parameters without a block."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for uses in [*reversed(self._uses.values()), *self._overwritten]:
-                if uses.pending and uses.roots and uses.transpose_of is None:
+            waiting = [uses for uses in self._uses.values() if uses.roots and uses.transpose_of is None]
+            for uses in reversed(waiting):
+                if uses.pending:
                     uses.pending = 0
                     self._settle(uses)
             for uses in self._uses.values():
@@ -176,21 +159,17 @@ def _cast(part: Contribution, dtype: torch.dtype) -> Contribution:
     return replace(part, values=part.values.to(dtype))
 
 
-def _viewed(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
-
-
-def _pulled_back(value: GradientEdge, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Backpropagate per-sample gradients ``(B, *shape)`` of a shared value to its parameters."""
+def _pulled_back(value: Tensor, roots: Sequence[Tensor], grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Backpropagate per-sample gradients ``(B, *value.shape)`` of a shared value to its parameters."""
     try:
         return torch.autograd.grad(
-            [value], list(roots), grads, retain_graph=True, allow_unused=True, is_grads_batched=True
+            value, list(roots), grads, retain_graph=True, allow_unused=True, is_grads_batched=True
         )
     except RuntimeError:
         # An operation without a batching rule (a sparse gradient); torch raises no narrower type. The loop gives the
         # same gradients, or raises the operation's own error.
         rows = [
-            torch.autograd.grad([value], list(roots), grad, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(value, list(roots), grad, retain_graph=True, allow_unused=True)
             for grad in grads
         ]
         return tuple(

@@ -267,9 +267,7 @@ class Recorder(AbstractInterceptor):
     def _record(self, record: Record) -> None:
         record.in_model = self.depth > 0
         self.records.append(record)
-        # A write into a view is one into the tensor that it is a view of.
-        bases = [t._base for t in record.outputs if t._base is not None and is_in_place(record.function)]
-        for tensor in (*record.outputs, *bases):
+        for tensor in record.outputs:
             if tensor.requires_grad:
                 self.watched[id(tensor)] = tensor
                 self.sources[id(tensor)] = len(self.records) - 1
