@@ -78,7 +78,7 @@ class Plan:
     """Whether it reads these, and ``max`` and ``min`` of integers, only, so that some sample alone mostly takes the
     path of a batch."""
     path: Sequence[Any] = ()
-    """The operations of a forward pass on what depends on kept parameters."""
+    """All operations of a forward pass; those on values of the batch alone may move its rows."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
     only_in_model: bool = False
@@ -171,7 +171,7 @@ def make_plan(
 
 
 def path_of(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> list[Any]:
-    """Return the operations of a forward pass on what depends on kept parameters."""
+    """Return all operations of a forward pass, as in :attr:`Plan.path`."""
     with torch.enable_grad():
         return [operation.function for operation in _recorded(model, kept, batch, evaluate)[0].seen]
 
