@@ -239,6 +239,21 @@ NAMED = {
 EXACT |= {name: net(forward, rows(3)) for name, forward in NAMED.items()}
 
 
+def with_token(s, x):
+    hidden = x.new_zeros(len(x), 2, 4)
+    hidden[:, 0] = s.p
+    return hidden.sum(1) * x
+
+
+ALIKE = {"p": "vmap of the operation"}
+EXACT |= {
+    "a parameter written into zeros": net(with_token, rows(3), why=ALIKE),
+    "positions from a table": net(
+        lambda s, x: s.p[torch.arange(4).expand(len(x), -1)] * x, rows(3), why=ALIKE
+    ),
+}
+
+
 def images(*shape):
     return lambda: (0.1 * torch.randn(shape),)
 

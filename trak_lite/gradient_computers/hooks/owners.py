@@ -23,9 +23,9 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative deviation from a power of two that counts as rounding (kernels with varying summation order)."""
 _BASE, _BASES = 64, {torch.float16: 4}
 """Number of powers of two per digit of a code; fewer for float16 because of its range."""
-_NEGLIGIBLE, _MOST_NEGLIGIBLE = 64, 2**-6
-"""A row below this multiple of the machine precision times the largest row is rounding noise; the second is the most
-that may be left out, since the precision of bfloat16 is 2**-7."""
+_NEGLIGIBLE, _MOST_NEGLIGIBLE = 64, 2**-4
+"""A row below this multiple of the machine precision times the largest row is rounding noise; the second, the value of
+float16, is the most that may be left out, since the precision of bfloat16 is 2**-7."""
 
 
 def sketch(rows: Tensor) -> Tensor:

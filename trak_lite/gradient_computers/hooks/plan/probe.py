@@ -278,9 +278,8 @@ def _site(two: Record, three: Record, names: tuple[str, ...], reads_samples: boo
         site.routed = leaves[0] != BatchAxis(int(not three.others[-1]))
     has_axes = not any(isinstance(axis, str) for axis in leaves)
     # An index such as arange(B), which is the same in all batches, numbers the samples.
-    numbers = three.has_index and any(
-        free and axis for free, axis in zip(three.value_free, leaves, strict=True)
-    )
+    of_tensors = [*zip(three.value_free, leaves, strict=True)]  # the first one is what is indexed
+    numbers = three.has_index and bool(leaves[0]) and any(free and axis for free, axis in of_tensors[1:])
     site.sliceable = has_axes and two.others == three.others and not numbers
     if isinstance(site.function, nn.Module) and site.batched and site.output_axes[0] != BatchAxis(0):
         raise mixed(site, "its gradient rule needs one result with the samples on axis 0")
