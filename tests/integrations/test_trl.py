@@ -1,6 +1,7 @@
 """TRL: f, q and gradients of every row against the trainer's own loss, and against plain loops in float64."""
 
 import copy
+import itertools
 import warnings
 
 import hub_models as hub
@@ -315,19 +316,26 @@ def test_dpo_rows_are_the_trainers_loss_with_its_reference(build, precomputed, t
     torch.testing.assert_close(ours, whole.double(), **TRLS, check_dtype=False)
 
 
-@pytest.mark.parametrize("precomputed", [True, False])
-@pytest.mark.parametrize("build", [hub.llama, hub.lora, "prompt tuning"])
-def test_f_of_a_policy_that_is_its_reference_is_0_in_mixed_precision(build, precomputed, tmp_path):
+@pytest.mark.parametrize(
+    ("build", "precomputed"),
+    [*itertools.product([hub.llama, hub.lora, "prompt tuning"], [True, False]), ("environment", True)],
+)
+def test_f_of_a_policy_that_is_its_reference_is_0_in_mixed_precision(
+    build, precomputed, tmp_path, monkeypatch
+):
     """Accelerate puts bfloat16 into the forward method of the trainer's models; TRL's default is bf16=True."""
+    if build == "environment":
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     model = spread(hub.llama, by=0.5).float()
-    if build is hub.llama:
+    if build in (hub.llama, "environment"):
         more = {"ref_model": copy.deepcopy(model)}
     elif build is hub.lora:
         more = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=2)}  # its product is 0 at first
     else:
         more = {"peft_config": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}
     plain = copy.deepcopy(model)
-    settings = {"bf16": True, "max_steps": 1, "learning_rate": 0.0, "precompute_ref_log_probs": precomputed}
+    settings = {"max_steps": 1, "learning_rate": 0.0, "precompute_ref_log_probs": precomputed}
+    settings["bf16"] = build != "environment"
     trainer = trainer_of("DPO", model, PAIRS, tmp_path, **settings, **more)
     for _ in range(2):
         rows = helpers.preference_rows(trainer)
@@ -342,6 +350,31 @@ def test_f_of_a_policy_that_is_its_reference_is_0_in_mixed_precision(build, prec
         trainer.train()
     if precomputed and build != "prompt tuning":
         with pytest.warns(UserWarning, match=r"in half precision.*rows = preference_rows\(trainer\)"):
+            huggingface.attributor_from_trainer(trainer, None, **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:Careful, disabling adapter layers with bias")
+@pytest.mark.parametrize("build", ["policy", "biases"])
+def test_the_trainers_columns_are_used_once_training_has_changed_the_reference(build, tmp_path):
+    """PEFT without its adapter keeps the biases that were trained with it."""
+    model = spread(hub.gpt2, by=0.5).float()
+    plain, more = copy.deepcopy(model), {}
+    if build == "biases":
+        more = {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", r=2, bias="all")}
+    settings = {"bf16": True, "max_steps": 1, "learning_rate": 0.5, "precompute_ref_log_probs": True}
+    trainer = trainer_of("DPO", model, PAIRS, tmp_path, **settings, **more)
+    rows = helpers.preference_rows(trainer)
+    for name, column in reference_of(plain, rows).items():
+        torch.testing.assert_close(torch.tensor(rows[name][:]), column, rtol=1e-5, atol=1e-4)
+    trainer.train()
+    with pytest.warns(UserWarning, match="in half precision.*cannot be computed again"):
+        after = helpers.preference_rows(trainer)
+    for name in helpers.REFERENCES:
+        assert after[name][:] == trainer.train_dataset[name][:] != rows[name][:]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The trainer computed")
+        huggingface.attributor_from_trainer(trainer, None, rows=after, **EXACT).featurize(after)
+        if build == "policy":  # preference_rows has no other columns, so there is no advice to call it
             huggingface.attributor_from_trainer(trainer, None, **EXACT)
 
 

@@ -40,6 +40,9 @@ __all__ = ["preference_rows", "recorded_rollouts", "rollout_rows"]
 logger = logging.getLogger(__name__)
 
 
+_ROUNDING = 2**-5
+"""Largest relative difference of the trainer's columns from exact ones: 8 times the rounding of one bfloat16 number,
+2^-8, because the errors of many layers add up. Training that moves a reference by less is not seen."""
 _OF_TOKENS = {"old_per_token_logps": "old_logps", "ref_per_token_logps": "ref_logps"}
 
 
@@ -48,9 +51,10 @@ def preference_rows(trainer: Any, data: Any = None) -> Any:
 
     Columns that the trainer has computed (``precompute_ref_log_probs``) are used, unless it computed them in half
     precision for weights in float32 (``bf16`` and ``fp16``), unlike f. Otherwise one pass without gradients computes
-    them, in the dtype of the weights: of the trainer's ``ref_model``, or of the PEFT model without its adapter (with
-    the adapter ``"ref"`` if TRL keeps a copy under this name). Dropout is off. Weights, modes and ``requires_grad``
-    are restored.
+    them, in the dtype of the weights: of the trainer's ``ref_model``, of the PEFT model without its adapter (with the
+    adapter ``"ref"`` if TRL keeps a copy under this name), or of the model before its training. Dropout is off.
+    Weights, modes and ``requires_grad`` are restored. The trainer's columns are used, with a warning, if the reference
+    has been trained: no other is left, or its columns differ from them by more than their rounding.
 
     Args:
         trainer: A ``trl.DPOTrainer``.
@@ -67,8 +71,11 @@ def preference_rows(trainer: Any, data: Any = None) -> Any:
         raise InvalidInputError(f"The trainer is a {type(trainer).__name__}. Expected a trl.DPOTrainer.")
     data = trainer.train_dataset if data is None else data
     computed = [name for name in REFERENCES if name in data.column_names]
-    if len(computed) == len(REFERENCES) and not _rounds_references(trainer):
+    are_computed = len(computed) == len(REFERENCES)
+    if are_computed and not _rounds_references(trainer):
         return data
+    if are_computed and not _has_reference(trainer):
+        return _rounded(data)
     if getattr(trainer.args, "sync_ref_model", False):
         raise InvalidInputError(
             "The trainer moves its reference towards the policy during training (sync_ref_model=True), so no fixed "
@@ -80,6 +87,15 @@ def preference_rows(trainer: Any, data: Any = None) -> Any:
     batches = (collate([data[row] for row in range(start, min(start + size, len(data)))]) for start in starts)
     with _reference_of(trainer) as reference:
         columns = reference_columns(reference, batches)
+    if are_computed:
+        before, after = (
+            torch.cat(
+                [torch.as_tensor(some[name][:], dtype=torch.float64, device="cpu") for name in REFERENCES]
+            )
+            for some in (data, columns)
+        )
+        if not torch.linalg.vector_norm(after - before) <= _ROUNDING * torch.linalg.vector_norm(before):
+            return _rounded(data)
     data = data.remove_columns(computed)
     for name, column in columns.items():
         data = data.add_column(name, column.tolist())
@@ -182,8 +198,27 @@ def _after(prompt: Tensor, values: Tensor) -> Tensor:
 
 def _rounds_references(trainer: Any) -> bool:
     """Whether a ``DPOTrainer`` has computed the reference's columns in half precision, for weights in float32."""
-    args, weight = trainer.args, next(trainer.model.parameters())
-    return bool(args.precompute_ref_log_probs and (args.bf16 or args.fp16) and weight.dtype == torch.float32)
+    is_half = trainer.accelerator.mixed_precision != "no"  # which an environment variable sets, too
+    weight = next(trainer.model.parameters())
+    return bool(trainer.args.precompute_ref_log_probs and is_half and weight.dtype == torch.float32)
+
+
+def _has_reference(trainer: Any) -> bool:
+    """Whether a ``DPOTrainer`` still has its reference: a model, one below an adapter, or the untrained policy."""
+    has_model = trainer.ref_model is not None or hasattr(trainer.model, "disable_adapter")
+    return has_model or (trainer.args.precompute_ref_log_probs and trainer.state.global_step == 0)
+
+
+def _rounded(data: Any) -> Any:
+    """Return a copy of a dataset with the trainer's own columns of the reference, with a warning."""
+    warnings.warn(
+        "The trainer computed the reference's log-probabilities in half precision (bf16 or fp16), and f is computed in "
+        "float32. They cannot be computed again, because training has changed the reference, so f is that of rounded "
+        "columns. Call preference_rows before the training, or train with a ref_model.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return copy.copy(data)  # another object than the train dataset: trl_task warns of that
 
 
 @contextmanager
@@ -192,14 +227,16 @@ def _reference_of(trainer: Any) -> Iterator[nn.Module]:
     if trainer.ref_model is not None:
         yield without_mixed_precision(trainer.ref_model)
         return
-    model: Any = without_mixed_precision(
-        trainer.model
-    )  # first: without an adapter, PEFT may have another forward
-    if not hasattr(model, "disable_adapter"):
+    # First: without an adapter, PEFT may have another forward.
+    model: Any = without_mixed_precision(trainer.model)
+    if not _has_reference(trainer):
         raise InvalidInputError(
             f"The DPOTrainer has no reference model any more: its {type(model).__name__} is the trained policy. Use "
             "data whose columns the trainer has computed (precompute_ref_log_probs), or pass it a ref_model."
         )
+    if not hasattr(model, "disable_adapter"):
+        yield model
+        return
     flags = {p: p.requires_grad for p in model.parameters()}
     with ExitStack() as stack:
         # Registered first, so that it runs last: switching adapters changes the flags.
@@ -281,7 +318,7 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
                 f"The rows lack the reference's log-probabilities {list(REFERENCES)}. Compute them once: rows = "
                 "preference_rows(trainer); pass rows=rows here and to featurize."
             )
-        if rows is trainer.train_dataset and _rounds_references(trainer):
+        if rows is trainer.train_dataset and _rounds_references(trainer) and _has_reference(trainer):
             warnings.warn(
                 "The trainer computed the reference's log-probabilities in half precision (bf16 or fp16), and f is "
                 "computed in float32. Compute them in float32, too: rows = preference_rows(trainer); pass rows=rows "
