@@ -10,7 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
-from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnknownTaskError
+from trak_lite.errors import (
+    InvalidInputError,
+    ManifestMismatchError,
+    ShortageError,
+    StateError,
+    UnknownTaskError,
+)
 from trak_lite.evaluation import subset_masks
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.methods import GradCos, GradDot, Mean
@@ -418,6 +424,9 @@ def test_texts_of_several_lengths_name_the_collate_function_of_ask():
     made = featurized(asking())
     with pytest.raises(InvalidInputError, match=r"equal size.*ask\(\.\.\., collate=\.\.\.\): the collate of"):
         made.score(asking().ask("gap", Rows(texts, name="texts")), "t")
+    large = [torch.ones(1).expand(1 << 46)] * 2
+    with pytest.raises(ShortageError, match="not enough memory"):
+        made.score(asking().ask("gap", Rows(large, name="large")), "t")
 
 
 def asked_another():

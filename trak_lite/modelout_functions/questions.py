@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
-from trak_lite.errors import InvalidInputError, summary
+from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._inputs import (
@@ -239,6 +239,7 @@ class _Collate:
         except RuntimeError as error:
             if self.collate is not default_collate:
                 raise
+            refuse_machine_failure(error)
             raise InvalidInputError(
                 f"The samples of a question cannot be collated ({summary(error):.200}). Pass ask(..., collate=...): "
                 "the collate of the attributor is not used there."
