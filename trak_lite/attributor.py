@@ -241,9 +241,14 @@ class Attributor:
         if overrides.get("grad_wrt") is None and isinstance(model, nn.Module):
             model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             if missing := [name for name in arguments["grad_wrt"] if name not in model_names]:
+                wrapped = [
+                    name for name in model_names if name.endswith(f".{missing[0]}")
+                ]  # DDP, torch.compile
+                has = f" (it has {min(wrapped)!r})" if wrapped else ""
                 raise ManifestMismatchError(
                     f"The rows are of another model: {location} has gradients of {len(missing)} parameters that this "
-                    f"{type(model).__name__} lacks, such as {missing[0]!r}. Pass a model of the store's architecture."
+                    f"{type(model).__name__} lacks, such as {missing[0]!r}{has}. Pass a model of the store's "
+                    "architecture."
                 )
         return cls(model, resolved_task, location, **arguments)
 

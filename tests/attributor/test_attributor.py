@@ -314,10 +314,15 @@ def test_open_takes_every_setting_from_the_manifest(tmp_path):
     assert opened.layout == made.layout
     assert len(opened.layout.segments) > 1
     np.testing.assert_array_equal(opened.scores("test").numpy(), expected)
-    with pytest.raises(
-        ManifestMismatchError, match=r"of another model: .* 2 parameters that this Linear lacks"
+    for other, said in (
+        (nn.Linear(4, 2), r"2 parameters that this Linear lacks, such as '0\.bias'\. Pass"),
+        (
+            nn.DataParallel(model()),
+            r"DataParallel lacks, such as '0\.bias' \(it has 'module\.0\.bias'\)\. Pass",
+        ),
     ):
-        Attributor.open(tmp_path / "a.zarr", nn.Linear(4, 2))
+        with pytest.raises(ManifestMismatchError, match=f"of another model: .* {said}"):
+            Attributor.open(tmp_path / "a.zarr", other)
     # New targets need the weights: they are found where they were read from.
     np.testing.assert_array_equal(opened.score(TARGETS, name="again").numpy(), expected)
 
