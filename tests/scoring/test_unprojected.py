@@ -145,8 +145,32 @@ def test_present_weights_that_the_store_does_not_have_are_a_warning():
     made.featurize(TRAIN, STATES)
     with pytest.warns(UserWarning, match=r"present weights of the model.* those of 2 checkpoint\(s\)"):
         streamed(made=made, checkpoints=None)
+    streamed(made=made, checkpoints=[made.model.state_dict()])
+    some = TensorDataset(*TRAIN[: N - 1])
+    made.stream_scores(some, TARGETS, method="GradDot")  # rows that are not those of the store
     made.model.load_state_dict(STATES[1])
     streamed(made=made, checkpoints=None)
+
+
+def test_no_warning_of_present_weights_whose_rows_are_unfinished_or_damaged(tmp_path):
+    class Interrupted(TensorDataset):
+        is_whole = True
+
+        def __getitem__(self, index):
+            if index == N - 1 and not self.is_whole:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    rows, path = Rows(Interrupted(*TRAIN[:]), batch_size=2, name="rows"), tmp_path / "a.zarr"
+    made = attributor(path)
+    made.featurize(rows, STATES[:1])
+    rows.dataset.is_whole = False
+    with pytest.raises(KeyboardInterrupt):
+        made.featurize(rows)
+    streamed(made=made, checkpoints=None)
+    for file in path.rglob("ckpt-0/zarr.json"):
+        file.write_text("{")
+    streamed(made=attributor(path), checkpoints=None)
 
 
 @pytest.mark.parametrize("max_bytes", [1, 3000])

@@ -22,7 +22,7 @@ from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, StoreError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, products_with, unit
@@ -128,13 +128,18 @@ def scores_of_stream(
                 distinct.setdefault(session.load(checkpoint), checkpoint)
             checkpoints = list(distinct.values())
         elif checkpoints[0].load is None and session.workspace.exists:  # the present weights
-            finished = [
-                digest for digest, table in checkpoint_tables(session.store).items() if table.complete
-            ]
-            if finished and session.load(checkpoints[0]) not in finished:
+            try:
+                tables = checkpoint_tables(session.store)
+            except StoreError:  # of a damaged table, which only a warning needs
+                tables = {}
+            count = sum(table.complete for table in tables.values())
+            stored = session.store.manifest.fingerprint.get("dataset", {})
+            # Rows of other data say nothing of these.
+            if count and stored.get("num_rows") == len(train) and session.load(checkpoints[0]) not in tables:
                 warnings.warn(
                     f"The scores are of the present weights of the model, of which the store has no rows: it has those "
-                    f"of {len(finished)} checkpoint(s). Pass these, checkpoints=..., if the scores are to be of them.",
+                    f"of {count} checkpoint(s). Pass these, checkpoints=..., if the scores are to be of them, or "
+                    "checkpoints=[model.state_dict()] if they are to be of the present weights.",
                     UserWarning,
                     stacklevel=3,
                 )
