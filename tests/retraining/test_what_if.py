@@ -515,6 +515,8 @@ def test_effects_count_the_intervals_that_there_are(tried_small):
     text = str(replace(found, lower=lower, upper=upper, predicted=np.linspace(-2, 1.5, M)))
     assert "2 of 2 intervals exclude 0 (level 60%)" in text
     assert "largest falls: target 0: -2 (no interval); target 1" in text
+    none = np.full(M, np.inf)
+    assert "exclude 0" not in str(replace(found, lower=-none, upper=none))
 
 
 def test_a_repair_whose_trials_resemble_no_set_goes_by_the_prediction():

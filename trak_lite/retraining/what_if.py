@@ -77,11 +77,9 @@ class Effects:
             chosen = [int(i) for i in np.argsort(signed)[:_SHOWN] if signed[i] < 0]
             if chosen:
                 lines.append(f"largest {word}s: " + "; ".join(map(self._shown, chosen)))
-        if self.lower is not None and self.upper is not None:
+        if self.lower is not None and self.upper is not None and (count := np.isfinite(self.lower).sum()):
             sure = int(((self.lower > 0) | (self.upper < 0)).sum())
-            lines.append(
-                f"{sure} of {np.isfinite(self.lower).sum()} intervals exclude 0 (level {self.level:.0%})"
-            )
+            lines.append(f"{sure} of {count} intervals exclude 0 (level {self.level:.0%})")
         return printable("\n".join([*lines, self.basis]))
 
     def __repr__(self) -> str:
