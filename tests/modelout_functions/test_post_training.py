@@ -111,6 +111,21 @@ def test_reference_columns_are_log_probabilities_under_the_reference():
     torch.testing.assert_close(at_reference.out_to_loss_grad, torch.full((B,), 0.05).double())
 
 
+def test_reference_columns_do_not_depend_on_the_callers_autocast():
+    class InFloat32(cases.LanguageModel):
+        def forward(self, input_ids, attention_mask=None):
+            return {"logits": self.head(torch.tanh(self.tokens(input_ids)))}
+
+    model, columns = cases.prepared(InFloat32()).float(), preference_columns()
+    rows = {name: column for name, column in columns.items() if not name.startswith("ref_")}
+    expected = tasks.reference_columns(model, [rows])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = tasks.reference_columns(model, [rows])
+    for name, column in expected.items():
+        assert column.dtype == torch.float32
+        torch.testing.assert_close(found[name], column, rtol=0, atol=0)
+
+
 def rows_of(batch):
     """The rows of a batch, and the first one again."""
     if isinstance(batch, tuple):
