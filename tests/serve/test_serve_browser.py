@@ -61,9 +61,9 @@ def test_a_page_fits_can_be_read_loads_nothing_else_and_runs_no_text(page: Page,
         assert page.run("document.querySelector('.target .text').textContent") == HOSTILE
 
 
-@pytest.mark.parametrize("path", ["/review", "/effects?where-label=1"])
-def test_numbers_and_words_of_a_row_are_not_torn_and_long_texts_fit(
-    page: Page, copy: Path, path: str
+@pytest.mark.parametrize(("path", "name"), [("/review", "Row"), ("/effects?where-label=1", "Change")])
+def test_numbers_and_words_of_a_row_are_named_and_not_torn_and_long_texts_fit(
+    page: Page, copy: Path, path: str, name: str
 ) -> None:
     fields = {
         "flipped": -0.88,
@@ -77,10 +77,14 @@ def test_numbers_and_words_of_a_row_are_not_torn_and_long_texts_fit(
     lines = """(texts => texts.map(text => { const range = document.createRange(); range.selectNodeContents(text);
         return new Set([...range.getClientRects()].map(line => line.top)).size; }))
         ([...document.querySelector('.fields').querySelectorAll('th, td')])"""
+    # Without the heads of the columns, on small screens, a number is named in its cell.
+    names = """[...new Set([...document.querySelectorAll('[data-name]')].map(
+        e => getComputedStyle(e, '::before').content.replace(/^attr.*/, e.dataset.name)))]"""
     with served(pages_in(copy)) as client:
-        for width in (320, 400, 1280):
+        for width in (320, 400, 701, 1280):
             page.open(client.url + path, width=width)
             check_layout(page, width)
+            assert page.run(names) == (["none"] if width > 700 else [f'"{name} "'])
             counts = np.reshape(page.run(lines), (5, 2)).tolist()
             assert counts[0] == [1, 1]
             assert counts[1][0] <= 2  # between its words
