@@ -362,12 +362,12 @@ class Attributor:
                 )
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
-            count = len(set(session.loaded))  # of equal weights, which are one checkpoint
-            others = max(len(tables.checkpoint_ids(session.store)) - count, 0)
+            # Equal weights are one checkpoint.
+            others = max(len(tables.checkpoint_ids(session.store)) - len(set(session.loaded)), 0)
         self._held, self._run.train, self._run.last = rows.held, rows, session.loaded
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
-        rows_found = count * len(rows) - written
+        rows_found = len(names) * len(rows) - written
         logger.info(
             "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
         )

@@ -220,7 +220,7 @@ def test_checkpoints_can_be_added_and_are_recognised_by_their_weights():
     assert made.featurize(TRAIN, checkpoints=[first, second]).other_checkpoints == 0
     assert made.featurize(TRAIN, checkpoints=[third]).other_checkpoints == 2
     twice = made.featurize(TRAIN, checkpoints=[third, third])
-    assert (twice.rows_written, twice.rows_found, twice.other_checkpoints) == (0, N, 2)
+    assert (twice.rows_written, twice.rows_found, twice.other_checkpoints) == (0, 2 * N, 2)
     summary = made.featurize(TRAIN, checkpoints=[third, second, first])
     assert (summary.rows_written, summary.rows_found) == (0, 3 * N)
     assert made.score(TARGETS, name="three").settings["checkpoints"] == 3
