@@ -15,7 +15,6 @@ from models import (
     assert_same,
     assert_steady,
     by_loop,
-    hooked,
     make,
     net,
     rows,
@@ -507,31 +506,6 @@ EXACT |= {
 }
 
 
-def to_the_longest(longest):
-    def forward(s, x, lengths):
-        h = x.new_zeros(len(x), 4)
-        for k in range(longest(lengths)):
-            h = torch.where((k < lengths)[:, None], torch.tanh(s.a(h) + s.b(x[:, k])), h)
-        return h
-
-    return forward
-
-
-LONGEST = {
-    "max": lambda lengths: int(lengths.max()),
-    "max along an axis": lambda lengths: lengths.max(0).values.item(),
-    "amax, as the end of a range": lambda lengths: len(torch.arange(lengths.amax())),
-    "any": lambda lengths: next(k for k in range(6) if not (lengths > k).any()),
-}
-TEXTS = [[5, 5, 5], [2, 4, 1], [3, 3], [1, 2, 1, 2], [4, 2, 2], [1], [5, 1, 1]]
-EXACT |= {
-    f"steps to the longest text, by {how}": net(
-        to_the_longest(longest), *((rows(len(text), 5), torch.tensor(text)) for text in TEXTS)
-    )
-    for how, longest in LONGEST.items()
-}
-
-
 # ---- Recurrences that Python steps through, and texts of sentences
 def stepping(s, x):
     """A cell's output is computed from the state that it returns beside it."""
@@ -602,16 +576,6 @@ def test_a_layer_that_a_branch_captures_goes_to_a_computer_that_follows_it():
     expected = by_loop(model, wavy, batch)
     del model.forward
     assert_same(collect_gradients(computer, batch), expected)
-
-
-@pytest.mark.parametrize(
-    "choose", [lambda n: 7 + n.min().item() - n.max().item(), lambda n: 7 - n.argmax().item()]
-)
-def test_a_path_that_no_sample_takes_alone_is_refused(choose):
-    _, computer = hooked(lambda s, x, lengths: [x := s.a(x).sin() for _ in range(choose(lengths))][-1])
-    collect_gradients(computer, (rows(3), torch.tensor([3, 3, 3])))
-    with pytest.raises(UnsupportedModelError, match="same operations for every batch"):
-        collect_gradients(computer, (rows(3), torch.tensor([3, 4, 6])))
 
 
 def test_a_path_that_changes_the_gradients_of_other_samples_is_refused():

@@ -27,7 +27,7 @@ from trak_lite.errors import (
 from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
-from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, path_of, sample_on_path
+from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
 from trak_lite.gradient_computers.parameters import (
     Kept,
     ParameterChoice,
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS = 256
 """Largest number of cached plans; each batch structure, such as a sequence length, has a plan."""
-_MAX_PATHS = 64
-"""Largest number of plans of one structure, for a model that chooses operations by values."""
+_MAX_PATHS = 8
+"""Largest number of further plans of one structure, for a model that chooses operations by values."""
 
 
 class _Part(NamedTuple):
@@ -101,9 +101,8 @@ class HookGradientComputer(AbstractStreamingComputer):
     written each time; in train mode buffers are restored.
 
     If a batch runs other operations than the first one because the forward pass reads ``all`` or ``any`` of a tensor (a
-    mask that is left out if no sample is padded), or ``max`` or ``min`` of integers (steps to the end of the longest
-    text), it is planned again from one of its samples. If no sample alone runs these operations, or the forward pass
-    reads other values, such a batch is refused.
+    mask that is left out if no sample is padded), it is planned again from one of its samples. If it reads other
+    values, such a batch is refused.
 
     If the model is sharded by FSDP2 (``fully_shard``), every rank that holds a shard must call each method equally
     often, each with its own samples. The self-check does not run, because its reference is a gradient as large as the
@@ -229,7 +228,9 @@ class HookGradientComputer(AbstractStreamingComputer):
                     terms.append(self._checked_run(key, plan, part))
                 except UnexpectedPathError as error:
                     # Otherwise a path may depend on sums over samples.
-                    if self._sharded is not None or not (plan.chooses_in_python and plan.reads_only_extremes):
+                    if self._sharded is not None or not (
+                        plan.chooses_in_python and plan.reads_only_quantifiers
+                    ):
                         raise
                     _put(self._plans, key, plan)
                     key, plan, part_terms = self._run_on_other_path(error, structure, key, part)
@@ -257,21 +258,24 @@ class HookGradientComputer(AbstractStreamingComputer):
 
         The plan of every path is checked like that of a new structure. Returns its key, the plan, and f, q and w.
         """
-        keys = dict.fromkeys([structure, *((number, *structure) for number in range(1, _MAX_PATHS))])
-        path = path_of(self.model, part.kept, part.batch, self._output)
-        stored = [key for key in self._plans if key in keys and key != failed]  # the oldest first
-        key = next((key for key in stored if self._plans[key].path == path), None)
-        if key is not None:
-            plan = self._plans.pop(key)
-        else:
-            row = sample_on_path(self.model, part.kept, part.batch, self._output, path)
-            if row is None:
-                raise error
-            key = next((key for key in keys if key not in self._plans), None) or stored[0]
-            self._plans.pop(key, None)
-            self.checks.forget(key)
-            plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
-        return key, plan, self._checked_run(key, plan, part)
+        for number in range(_MAX_PATHS + 1):
+            key = (number, *structure) if number else structure
+            if key == failed or (number == 0 and key not in self._plans):
+                continue
+            stored = plan = self._plans.pop(key, None)
+            if plan is None:
+                row = sample_on_path(self.model, part.kept, part.batch, self._output)
+                if row is None:
+                    break
+                self.checks.forget(key)
+                plan = make_plan(self.model, part.kept, take_rows(part.batch, [row]), self._output)
+            try:
+                return key, plan, self._checked_run(key, plan, part)
+            except UnexpectedPathError:
+                if stored is None:
+                    raise
+                _put(self._plans, key, stored)
+        raise error
 
     def _plan_in_step(self, sharded: ShardedModel, read: Kept, batch: Batch) -> Plan:
         """Make a plan on all ranks at once; raise on all of them if one rank refuses its samples."""

@@ -73,12 +73,7 @@ class Plan:
     chooses_in_python: bool = False
     """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
     reads_only_quantifiers: bool = False
-    """Whether it reads values of ``all`` and ``any`` only."""
-    reads_only_extremes: bool = False
-    """Whether it reads these, and ``max`` and ``min`` of integers, only, so that some sample alone mostly takes the
-    path of a batch."""
-    path: Sequence[Any] = ()
-    """All operations of a forward pass; those on values of the batch alone may move its rows."""
+    """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes of the results of operations on parameters."""
     only_in_model: bool = False
@@ -152,8 +147,6 @@ def make_plan(
         plan = Plan(
             chooses_in_python=two.read_by_model > 0,
             reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
-            reads_only_extremes=two.reads_only_extremes and three.reads_only_extremes,
-            path=[operation.function for operation in three.seen],
             runs_functions=two.runs_functions or three.runs_functions,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
         )
@@ -170,22 +163,20 @@ def make_plan(
     return plan
 
 
-def path_of(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> list[Any]:
-    """Return all operations of a forward pass, as in :attr:`Plan.path`."""
-    with torch.enable_grad():
-        return [operation.function for operation in _recorded(model, kept, batch, evaluate)[0].seen]
-
-
-def sample_on_path(
-    model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate, path: Sequence[Any]
-) -> int | None:
-    """Return a sample whose copies run the operations of the batch, ``path``; ``None`` if there is none.
+def sample_on_path(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evaluate) -> int | None:
+    """Return a sample whose copies run the same operations on parameters as the batch; ``None`` if there is none.
 
     A model that reads ``all`` or ``any`` in Python chooses a path by all samples of a batch, such as one without a mask
-    if no sample is padded, and one that reads ``max`` may step to the end of the longest text.
+    if no sample is padded.
     """
-    pairs = ((row, take_rows(batch, [row, row])) for row in range(batch_size(batch)))
-    return next((row for row, pair in pairs if path_of(model, kept, pair, evaluate) == path), None)
+
+    def path(rows: Sequence[int] | None) -> list[Any]:
+        part = batch if rows is None else take_rows(batch, rows)
+        return [record.function for record in _recorded(model, kept, part, evaluate)[0].records]
+
+    with torch.enable_grad():
+        expected = path(None)
+        return next((row for row in range(batch_size(batch)) if path([row, row]) == expected), None)
 
 
 def _numbers_before(recorder: Recorder, last: int) -> int:

@@ -115,12 +115,8 @@ class Recorder(AbstractInterceptor):
         """Number of values that Python read while the model ran, not the output function."""
         self.reads_only_quantifiers = True
         """Whether all of these are results of ``all`` or ``any`` over the whole batch, read one at a time."""
-        self.reads_only_extremes = True
-        """Whether all of these are such results, or those of ``max`` and ``min`` of integers."""
         self._quantifiers: dict[int, Tensor] = {}
         """Results of ``all`` and ``any``."""
-        self._extremes: dict[int, Tensor] = {}
-        """Results of ``max`` and ``min`` of integers, without their places."""
         self._smaller = smaller.seen if smaller is not None else None
         self.moves_rows = False
         """Whether some operation selected or moved rows by values."""
@@ -146,13 +142,10 @@ class Recorder(AbstractInterceptor):
             self.reads.append((len(self.records), num_read))
             if self.depth:
                 self.read_by_model += num_read
-                read = id(args[0]) if args and num_read == 1 else None
-                self.reads_only_quantifiers &= read in self._quantifiers
-                self.reads_only_extremes &= read in self._quantifiers or read in self._extremes
-        if name in ("all", "any"):
+                of_quantifier = bool(args) and id(args[0]) in self._quantifiers
+                self.reads_only_quantifiers &= of_quantifier and num_read == 1
+        if getattr(func, "__name__", "") in ("all", "any"):
             self._quantifiers.update((id(t), t) for t in tensors)
-        elif name in _EXTREMES:
-            self._extremes.update((id(t), t) for t in tensors[:1] if not t.is_floating_point())
         if value_free:
             self._value_free.update((id(t), (t, t._version)) for t in tensors)
         if self._moves(_Seen(func, moved, _shapes(tensors)), value_free) or chooses:
@@ -311,7 +304,6 @@ _BY_VALUE = _names(
 )
 _READING_METHODS = ("item", "tolist", "numpy", "__array__", "__int__", "__float__", "__bool__", "__index__")
 _READING_OUT = frozenset(getattr(Tensor, name) for name in _READING_METHODS)
-_EXTREMES = _names("max min amax amin")
 _FACTORIES = _names("arange zeros ones empty full eye tril_indices triu_indices rand randn")
 _TAKING_SIZES = _names(
     "narrow expand repeat tile view reshape unflatten split split_with_sizes tensor_split chunk "
