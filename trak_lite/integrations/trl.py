@@ -85,7 +85,7 @@ def preference_rows(trainer: Any, data: Any = None) -> Any:
     collate, size = PairCollator(trainer.data_collator), trainer.args.per_device_train_batch_size
     starts = range(0, len(data), size)
     batches = (collate([data[row] for row in range(start, min(start + size, len(data)))]) for start in starts)
-    with _reference_of(trainer) as reference:
+    with _reference_of(trainer, are_computed=are_computed) as reference:
         columns = reference_columns(reference, batches)
     if are_computed:
         before, after = (
@@ -203,10 +203,13 @@ def _rounds_references(trainer: Any) -> bool:
     return bool(trainer.args.precompute_ref_log_probs and is_half and weight.dtype == torch.float32)
 
 
-def _has_reference(trainer: Any) -> bool:
+def _has_reference(trainer: Any, *, are_computed: bool = True) -> bool:
     """Whether a ``DPOTrainer`` still has its reference: a model, one below an adapter, or the untrained policy."""
     has_model = trainer.ref_model is not None or hasattr(trainer.model, "disable_adapter")
-    return has_model or (trainer.args.precompute_ref_log_probs and trainer.state.global_step == 0)
+    # A policy that another process trained is at step 0 as well: the computed columns tell.
+    return has_model or (
+        are_computed and trainer.args.precompute_ref_log_probs and trainer.state.global_step == 0
+    )
 
 
 def _rounded(data: Any) -> Any:
@@ -222,14 +225,14 @@ def _rounded(data: Any) -> Any:
 
 
 @contextmanager
-def _reference_of(trainer: Any) -> Iterator[nn.Module]:
+def _reference_of(trainer: Any, *, are_computed: bool) -> Iterator[nn.Module]:
     """Yield the frozen reference of a ``DPOTrainer``; restore adapters and flags of its model."""
     if trainer.ref_model is not None:
         yield without_mixed_precision(trainer.ref_model)
         return
     # First: without an adapter, PEFT may have another forward.
     model: Any = without_mixed_precision(trainer.model)
-    if not _has_reference(trainer):
+    if not _has_reference(trainer, are_computed=are_computed):
         raise InvalidInputError(
             f"The DPOTrainer has no reference model any more: its {type(model).__name__} is the trained policy. Use "
             "data whose columns the trainer has computed (precompute_ref_log_probs), or pass it a ref_model."
