@@ -1,7 +1,8 @@
 """Hugging Face: rows of a trainer against a plain loop, and training that does not notice it is watched."""
 
+import copy
 from contextlib import nullcontext
-from functools import cache, partial, wraps
+from functools import cache, wraps
 
 import hub_models as hub
 import numpy as np
@@ -11,6 +12,7 @@ from hub_models import EXACT, peft, transformers
 from late import Late
 from tiny_runs import adam_scale
 from torch import nn
+from torch.utils.data import TensorDataset
 from watching import Restless, random_states
 
 from trak_lite import Attributor, Rows, TRAKer
@@ -295,11 +297,41 @@ def test_rows_are_those_of_the_weights_where_training_ran_in_mixed_precision(ord
 
 def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
-    model, fused = trainer.model, partial(transformers.GPT2LMHeadModel.forward, trainer.model)
+    model, calls = trainer.model, []
+
+    def fused(*args, **inputs):
+        calls.append(inputs)
+        return transformers.GPT2LMHeadModel.forward(model, *args, **inputs)
+
     vars(model)["_original_forward"] = fused
-    model.forward = wraps(model.forward)(lambda **inputs: pytest.fail("the 16 bit forward ran"))
+    model.forward = prepared = wraps(model.forward)(lambda **inputs: pytest.fail("the 16 bit forward ran"))
     attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT)
-    assert vars(attributor.model)["forward"] is fused
+    attributor.featurize(trainer.train_dataset)
+    assert calls
+    assert vars(model)["forward"] is prepared
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_model_that_accelerate_has_prepared_has_the_rows_of_its_weights(order, tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    data = TensorDataset(torch.randn(24, 8), torch.randint(4, (24,)))
+    expected = Attributor(plain, "image_classification", None, **EXACT)
+    expected.featurize(data)
+    model = copy.deepcopy(plain)
+    early = Attributor(model, "image_classification", None, **EXACT)
+    model = hub.trainer_of(hub.made(hub.gpt2), tmp_path, bf16=True).accelerator.prepare(model)
+    prepared, scores = vars(model)["forward"], expected.score(data, name="itself").numpy()
+    attributor = early if order == "before" else Attributor(model, "image_classification", None, **EXACT)
+    attributor.featurize(data)
+    np.testing.assert_array_equal(attributor.score(data, name="itself").numpy(), scores)
+    captured = Attributor(model, "image_classification", tmp_path / "c.zarr", **EXACT)
+    with captured.capture(data, "epoch") as capture:
+        for rows in torch.arange(24).split(8):
+            capture(data[rows], rows)
+    assert vars(model)["forward"] is prepared
+    assert model(data[:2][0]).dtype == torch.float32
+    np.testing.assert_array_equal(captured.score(data, "itself").numpy(), scores)
 
 
 def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path):

@@ -1,4 +1,4 @@
-"""Helpers for trained models: check them, use them without mixed precision, featurize what a training saves."""
+"""Helpers for trained models: check them, and featurize what a training saves."""
 
 from __future__ import annotations
 
@@ -34,23 +34,6 @@ def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
             f"The attributor runs on {here}, but the model is trained on {there}, so every checkpoint would move the "
             f"model. Pass device={str(there)!r} to the attributor."
         )
-
-
-def without_mixed_precision(model: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same submodules, parameters and buffers, and its own forward.
-
-    For mixed precision, the trainer replaces the forward method of the model when training begins and does not restore
-    it. Per-sample gradients need the original forward in the dtype of the weights.
-    """
-    twin = type(model).__new__(type(model))
-    vars(twin).update(vars(model))
-    forward = vars(twin).pop("_original_forward", None)
-    if forward is not None:
-        del vars(twin)["forward"]
-        # Keep a forward method of another library, for example of fused kernels.
-        if getattr(forward, "__func__", None) is not type(model).forward:
-            vars(twin)["forward"] = forward
-    return twin
 
 
 class SavedFeatures:

@@ -33,7 +33,7 @@ from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
-from trak_lite.integrations._training import SavedFeatures, refuse_other_model, without_mixed_precision
+from trak_lite.integrations._training import SavedFeatures, refuse_other_model
 from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task, warn_of_balance
 from trak_lite.modelout_functions import ModelCall, require_separate_documents
 from trak_lite.models.borrowing import borrow_model
@@ -143,7 +143,7 @@ def attributor_from_trainer(
     elif task is None:
         _refuse_other_loss(trainer)
         task = task_of(trainer.model)
-    attributor = Attributor(without_mixed_precision(trainer.model), task, path, **arguments)
+    attributor = Attributor(trainer.model, task, path, **arguments)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
         _refuse_unstable(attributor, probed, alone=arguments["batch_size"] == 1)
         if isinstance(arguments["collate"], DocumentCollator):

@@ -131,8 +131,9 @@ def borrow_model(model: nn.Module, device: torch.device) -> Iterator[BorrowedMod
     """Put a model in eval mode on ``device``; on exit, restore its state.
 
     Restored are device, parameters, buffers, other entries of the state dict, ``requires_grad`` flags and plain
-    attributes (modes, numbers, strings) of all modules, and the hooks by which Transformers lets embedded tokens
-    require grad for gradient checkpointing. Attributes that a pass set or replaced are the objects that they were.
+    attributes (modes, numbers, strings) of all modules, the hooks by which Transformers lets embedded tokens require
+    grad for gradient checkpointing, and the forward method by which Accelerate computes in mixed precision: inside the
+    block, the model has its own. Attributes that a pass set or replaced are the objects that they were.
     The original values are copied to the CPU: one copy of the model, or of this rank's part of a sharded model.
     Threads that borrow the same model take turns.
 
@@ -248,7 +249,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _modules_kept(model: nn.Module) -> Callable[[], None]:
-    """Remove the hooks of ``enable_input_require_grads``; return what restores these, flags and plain attributes."""
+    """Remove the hooks of ``enable_input_require_grads`` and forward methods of mixed precision.
+
+    Return what restores these, flags and plain attributes.
+    """
     flags = [(p, p.requires_grad) for p in model.parameters()]
     plain = (bool, int, float, str, type(None))
     attributes = [
@@ -265,8 +269,12 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
         if getattr(hook, "__name__", "") in _INPUT_HOOKS
     ]
     hooks: list[tuple[Any, int, Any]] = [(registry, key, registry.pop(key)) for registry, key in input_hooks]
+    forwards = [(module, with_own_forward(module)) for module in model.modules()]
 
     def restore() -> None:
+        for module, forward in forwards:
+            if forward is not None:
+                vars(module)["forward"] = forward
         for registry, key, hook in hooks:
             registry[key] = hook
         for p, flag in flags:
@@ -276,6 +284,19 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
             vars(module).update(values)
 
     return restore
+
+
+def with_own_forward(module: nn.Module) -> Any:
+    """Undo the forward method of mixed precision that Accelerate sets, and return it; ``None`` if there is none.
+
+    It stays in the model after the training. Rows are those of the model in the dtype of its weights.
+    """
+    own = vars(module).get("_original_forward")
+    wrapped = None if own is None else vars(module).pop("forward", None)
+    # Keep a forward method of another library, for example of fused kernels.
+    if wrapped is not None and getattr(own, "__func__", None) is not type(module).forward:
+        vars(module)["forward"] = own
+    return wrapped
 
 
 def _copy_values(values: Mapping[str, Tensor], model: nn.Module) -> None:
