@@ -71,9 +71,10 @@ before = set(sys.modules)
 import trak_lite
 print(*sorted(OPTIONAL & set(sys.modules) | SLOW & (set(sys.modules) - before)), flush=True)
 logger = logging.getLogger("trak_lite.run.workspace")
-logger.warning("not heard")
+logger.info("not heard")
+logger.warning("first")
 logging.basicConfig()
-logger.warning("heard")
+logger.warning("second")
 from tqdm.auto import tqdm
 lock = tqdm.get_lock()
 child = os.fork()
@@ -95,8 +96,8 @@ os._exit(0)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX alone")
 def test_importing_is_light_and_quiet_and_a_killed_process_with_tqdms_lock_blocks_no_bar() -> None:
-    """Warnings go to nobody unless logging is configured. A kill does not release tqdm's own lock; forks share it."""
+    """Warnings are seen whether logging is configured or not. A kill does not release tqdm's own lock; forks share it."""
     script = IN_A_NEW_PROCESS.replace("OPTIONAL", repr(OPTIONAL)).replace("SLOW", repr(SLOW))
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["", "False True"]
-    assert found.stderr == "WARNING:trak_lite.run.workspace:heard\n"
+    assert found.stderr == "first\nWARNING:trak_lite.run.workspace:second\n"

@@ -4,8 +4,6 @@
 interface over the same rooms.
 """
 
-import logging
-
 from trak_lite import methods as methods
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
@@ -59,5 +57,3 @@ __all__ = [
     "verify_run",
     "what_if",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
