@@ -96,7 +96,7 @@ os._exit(0)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX alone")
 def test_importing_is_light_and_quiet_and_a_killed_process_with_tqdms_lock_blocks_no_bar() -> None:
-    """Warnings are seen whether logging is configured or not. A kill does not release tqdm's own lock; forks share it."""
+    """Warnings are seen whether logging is configured or not. A kill keeps tqdm's own lock; forks share it."""
     script = IN_A_NEW_PROCESS.replace("OPTIONAL", repr(OPTIONAL)).replace("SLOW", repr(SLOW))
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["", "False True"]

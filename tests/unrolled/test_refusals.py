@@ -57,6 +57,16 @@ class Checkpointed(nn.Module):
 
 
 INSTANCES = (nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
+
+
+class Masked(nn.Linear):
+    """Half of its weights stay as they are, by a hook."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.weight.register_hook(lambda gradient: gradient * (torch.arange(6) % 2))
+
+
 UNREPEATABLE = [
     ((nn.BatchNorm1d(6),), r"1 \(.*BatchNorm.*group or layer"),
     ((nn.BatchNorm1d(6, track_running_stats=False),), r"1 \(.*BatchNorm.*group or layer"),
@@ -66,6 +76,7 @@ UNREPEATABLE = [
     (INSTANCES, "running_mean"),
     ((Renormed(4, 6, max_norm=0.1),), r"changes \['1.weight'\]"),
     ((Checkpointed(),), "switch it off"),
+    ((Masked(6, 6),), "hook of the parameter '1.weight'"),
 ]
 
 
@@ -106,8 +117,7 @@ class Hooked(nn.Linear):
 
     def forward(self, inputs):
         found = super().forward(inputs)
-        if found.requires_grad:
-            found.register_hook(lambda gradient: 0.3 * gradient)
+        found.register_hook(lambda gradient: 0.3 * gradient)  # raises where nothing requires grad
         return found.tanh()
 
 

@@ -332,7 +332,7 @@ class Replay:
         """Raise if the derivatives that torch forms of a target's f are not those of its values."""
         _require_differences(
             "derivatives of a target's f",
-            lambda values: {"f": output(values).detach()},
+            lambda values: {"f": output(values)},
             lambda at, c: {name: c["f"] * part for name, part in gradient_of(output, at).items()},
             at,
             self._moved,
@@ -371,14 +371,20 @@ def _require_differences(
     # Zeros, as of new biases, are often a kink.
     at = {name: value + 0.01 * aside[name] for name, value in near.items()}
 
+    @torch.enable_grad()
+    def valued(step: float) -> Named:
+        # As parameters are: a hook that the model registers on an activation raises without a graph.
+        moved = values({name: (at[name] + step * along[name]).requires_grad_() for name in at})
+        return {name: value.detach() for name, value in moved.items()}
+
     def change(h: float) -> Named:
-        ahead, behind = (values({name: at[name] + step * along[name] for name in at}) for step in (h, -h))
+        ahead, behind = valued(h), valued(-h)
         return {name: (ahead[name] - behind[name]) / (2.0 * h) for name in ahead}
 
     wrong = None
     try:
         with Operations() as used:
-            values(at)
+            valued(0.0)
         if used.dtypes & {torch.float16, torch.bfloat16}:  # differences are below their rounding
             return False
         for h, allowed in _DIFFERENCES:

@@ -200,6 +200,13 @@ class Program:
         self.model = model
         self.device = model_device(model)
         self.names = list(select_parameters(model, recipe.grad_wrt))
+        parameters = dict(model.named_parameters())
+        for name in self.names:
+            if parameters[name]._backward_hooks or parameters[name]._post_accumulate_grad_hooks:
+                raise UnsupportedModelError(
+                    f"A hook of the parameter {name!r} may change its gradient, and the training of a recipe does not "
+                    "run it. Remove it from the model of model_fn, and put what it does into the loss."
+                )
         self._recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         for name, module in model.named_modules():
             # Without running statistics, those of the batch are used in eval mode too.
