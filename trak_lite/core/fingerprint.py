@@ -13,7 +13,7 @@ import re
 import sys
 import weakref
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -179,6 +179,30 @@ def code_bytes(code: CodeType) -> bytes:
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
+def function_digest(function: FunctionType) -> str:
+    """Return a digest of source and code: two lambdas on one line have the same source text."""
+    code = function.__code__
+    return sha256(source_bytes(code) + b"\0" + code_bytes(code))
+
+
+NO_VALUE: Final = object()
+"""Stands for a captured variable that has no value yet."""
+
+
+def carried_values(function: FunctionType) -> dict[str, Any]:
+    """Return the values that a function carries by the names of its variables: defaults, then the closure's."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    carried: dict[str, Any] = dict(zip(positional[len(positional) - len(defaults) :], defaults, strict=True))
+    carried |= function.__kwdefaults__ or {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            carried[name] = cell.cell_contents
+        except ValueError:
+            carried[name] = NO_VALUE
+    return carried
+
+
 def _constant(value: Any) -> bytes:
     """Return the bytes of a constant; sets are sorted because their order differs between processes."""
     if isinstance(value, CodeType):
@@ -186,14 +210,6 @@ def _constant(value: Any) -> bytes:
     if isinstance(value, frozenset):
         return f"frozenset {sorted(map(repr, value))}".encode()
     return repr(value).encode()
-
-
-@runtime_checkable
-class _Identified(Protocol):
-    """An object of trak_lite that holds functions or data of the user, such as a recipe or rows of a dataset."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return JSON values that differ for objects with different results."""
 
 
 def describe_source(function: Any) -> Any:
@@ -204,11 +220,6 @@ def describe_source(function: Any) -> Any:
     Numbers and strings are described by value, tensors and arrays by content, functions and classes of torch, NumPy
     and Python by name. Objects that may change during a training (lists, dicts, modules, other objects) are described
     by class only, and global variables are left out: repeat a part of a training to notice other changes.
-
-    Example:
-        >>> from functools import partial
-        >>> describe_source(partial(print, "a")) == describe_source(partial(print, "b"))
-        False
     """
     return _describe(function, set())
 
@@ -235,34 +246,22 @@ def _describe(value: Any, seen: set[int]) -> Any:
     if isinstance(value, BuiltinFunctionType) or (is_code and is_foreign(value)):
         return {"name": name_of(value)}
     if isinstance(value, FunctionType):
-        return _function(value, seen)
+        values = ["empty" if item is NO_VALUE else item for item in carried_values(value).values()]
+        return {
+            "function": name_of(value),
+            "source": function_digest(value),
+            "values": [_describe(item, seen) for item in values],
+        }
     if isinstance(value, type):
         return {"class": name_of(value), "source": sha256(source_bytes(value))}
     return _object(value, seen)
-
-
-def _function(function: FunctionType, seen: set[int]) -> dict[str, Any]:
-    """Return name, source and carried values of a function."""
-    code = function.__code__
-    carried = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            carried.append(cell.cell_contents)
-        except ValueError:  # a variable that has no value yet
-            carried.append("empty")
-    return {
-        "function": name_of(function),
-        # Add the code: two lambdas on one line have the same source text.
-        "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
-        "values": [_describe(item, seen) for item in carried],
-    }
 
 
 def _object(value: Any, seen: set[int]) -> dict[str, Any]:
     """Return the class of an object, and the fields of a frozen dataclass or the identity of an object of trak_lite."""
     cls: Any = type(value)
     described = {"object": _describe(cls, seen)}
-    if isinstance(value, _Identified) and is_foreign(cls):
+    if hasattr(value, "identity") and is_foreign(cls):  # a recipe, rows of a dataset
         return {**described, "identity": value.identity()}
     parameters: Any = getattr(cls, "__dataclass_params__", None)
     if parameters is not None and parameters.frozen:

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.fingerprint import (
+    NO_VALUE,
     SIMPLE,
     array_json,
-    code_bytes,
+    carried_values,
     dtype_name,
+    function_digest,
     functions_of,
     is_foreign,
     module_name,
@@ -349,25 +351,17 @@ class _Description:
         """Return name, digest of source and code, and carried values of a function."""
         if is_foreign(function):
             return {"callable": name_of(function)}
-        code = function.__code__
-        positional = code.co_varnames[: code.co_argcount]
-        defaults = function.__defaults__ or ()
-        carried: dict[str, Any] = dict(
-            zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
-        )
-        carried |= function.__kwdefaults__ or {}
-        values = {name: self.value(item, name) for name, item in carried.items()}
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                held = cell.cell_contents
-            except ValueError:  # a variable that has no value yet
+        values: dict[str, Any] = {}
+        for name, held in carried_values(function).items():
+            if held is NO_VALUE:
                 values[name] = {"cell": "empty"}
-            else:  # the cell of super() holds the enclosing class, which is being described already
-                values[name] = {"class": name_of(held)} if name == "__class__" else self.value(held, name)
+            elif name == "__class__":  # of super(): the enclosing class, which is being described already
+                values[name] = {"class": name_of(held)}
+            else:
+                values[name] = self.value(held, name)
         described = {
             "callable": name_of(function),
-            # Include the code: two lambdas on one line have the same source text.
-            "source": sha256(source_bytes(code) + b"\0" + code_bytes(code)),
+            "source": function_digest(function),
             "values": dict(sorted(values.items())),
         }
         return {**described, **self._extra(function, path)}
