@@ -32,10 +32,8 @@ def drop_eval_caches(modules: Iterable[nn.Module]) -> None:
 
     LeViT and similar models compute position biases once and drop them when ``train(True)`` is called. Biases cached
     by a pass without a graph are constants, so the parameters' gradients are zero; those cached with a graph cannot
-    be differentiated twice; and cached biases are stale after other weights are loaded.
-
-    Args:
-        modules: Those in eval mode are switched to train mode and back; all modes are unchanged afterwards.
+    be differentiated twice; and cached biases are stale after other weights are loaded. Modules in eval mode are
+    switched to train mode and back.
     """
     for module in tuple(modules):
         if module.training or not has_own_train(module):
@@ -88,7 +86,7 @@ def buffers_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
     def put_back() -> None:
         for module, buffers in kept:
-            _put_back(module._buffers, buffers, dict(module._buffers).keys() - buffers.keys())
+            _put_back(module._buffers, buffers)
 
     return put_back
 
@@ -103,10 +101,10 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
     modules = tuple(modules)
     put_back_buffers = buffers_kept(modules)
     kept = [(vars(module), vars(module).copy()) for module in modules]
-    values = [item for _, attributes in kept for item in attributes.items()]
     dicts = [
         (value, value.copy())
-        for name, value in values
+        for _, attributes in kept
+        for name, value in attributes.items()
         if type(value) is dict and name not in _OF_EVERY_MODULE
     ]
     inner = [(module._modules, module._modules.copy()) for module in modules if _holds(module._modules)]
@@ -115,16 +113,11 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
     def put_back() -> None:
         put_back_buffers()
-        changed = [
-            _put_back(
-                live, {name: copy[name] for name in copy.keys() - _OF_EVERY_MODULE}, live.keys() - copy.keys()
-            )
-            for live, copy in kept
-        ]
-        changed += [_put_back(live, copy, live.keys() - copy.keys()) for live, copy in dicts]
+        changed = [_put_back(live, copy, besides=_OF_EVERY_MODULE) for live, copy in kept]
+        changed += [_put_back(live, copy) for live, copy in dicts]
         for live, copy in inner:
             if live != copy and _parameters(live) == _parameters(copy):
-                changed.append(_put_back(live, copy, live.keys() - copy.keys()))
+                changed.append(_put_back(live, copy))
         # The attribute may say that the hooks are there: Transformers adds some in the first pass, and would again.
         if any(changed):
             added.remove()
@@ -152,9 +145,7 @@ class StateBeforePass:
     def restore(self, always: bool = False) -> None:
         """Undo passes, after their backward pass, which may read what they set.
 
-        Args:
-            always: Whether passes are undone in any case: ``functional_call`` puts buffers back by itself, but no
-                attribute that describes them.
+        ``always`` is for ``functional_call``, which puts buffers back by itself, but no attribute that describes them.
         """
         if not _THREAD.remembers and (
             always
@@ -244,12 +235,15 @@ def hooks_noted() -> Iterator[None]:
                 added.note(range(first, RemovableHandle.next_id))
 
 
-def _put_back(live: Any, copy: Mapping[Any, Any], new: Collection[Any]) -> bool:
-    """Remove new entries of a live dict, and put back those that were replaced or removed; return whether any was."""
+def _put_back(live: Any, copy: Mapping[Any, Any], besides: Collection[Any] = ()) -> bool:
+    """Make a live dict the copy, apart from the entries ``besides``; return whether it was another one."""
+    now = dict(live)
+    new = now.keys() - copy.keys()
+    replaced = [
+        name for name in copy if name not in besides and (name not in now or now[name] is not copy[name])
+    ]
     for name in new:
         del live[name]
-    now = dict(live)
-    replaced = {name: value for name, value in copy.items() if name not in now or now[name] is not value}
-    for name, value in replaced.items():
-        live[name] = value
+    for name in replaced:
+        live[name] = copy[name]
     return bool(new or replaced)
