@@ -244,11 +244,7 @@ def refuse_other_names(fd: int, path: str) -> None:
 
 
 def read_file(path: str, *, most: int, remedy: str) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        CorruptStoreError: If it has more than ``most`` bytes (``remedy`` says what helps), or is not a regular file.
-    """
+    """Return the bytes of a regular file; of more than ``most`` a CorruptStoreError with ``remedy``, which helps."""
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -259,8 +255,7 @@ def read_file(path: str, *, most: int, remedy: str) -> bytes:
 def zeros(size: int, *, what: str, besides: int = 0) -> NDArray[np.uint8]:
     """Return ``size`` zero bytes for ``what``; the pages take no memory until they are written.
 
-    Raises:
-        CorruptStoreError: If memory does not suffice for it and ``besides`` more; the size may be damaged metadata.
+    If memory does not suffice for it and ``besides`` more, raise CorruptStoreError: the size may be damaged metadata.
     """
     try:
         np.empty(besides, np.uint8)
@@ -320,23 +315,26 @@ def is_named(path: str, fd: int) -> bool:
     return os.path.samestat(status, os.fstat(fd))
 
 
+def with_real_folder(path: str) -> str:
+    """Return the path with the links of its folder, which the user has named, resolved; the file must be no link."""
+    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+
+
 @contextlib.contextmanager
 def locked_file(path: str) -> Iterator[None]:
     """Hold the lock of a file until the context exits; waits for other holders, which may replace the file."""
-    # Only the file itself must be no link: its folder is a store's root, or one that the user named.
-    path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    path = with_real_folder(path)
     while True:
-        held = Descriptors()
-        fd = held.open(path, os.O_RDWR)  # NFS grants exclusive locks only on files opened for writing
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if is_named(path, fd):
-            break
-        held.close()  # the previous holder replaced the file: try again
-    try:
-        yield
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, because a child forked meanwhile shares the lock
-        held.close()
+        # NFS grants exclusive locks only on files opened for writing.
+        with opened_file(path, os.O_RDWR) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not is_named(path, fd):
+                continue  # the previous holder replaced the file
+            try:
+                yield
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, because a child forked meanwhile shares the lock
+            return
 
 
 def write_all(fd: int, data: NDArray[Any] | bytes, offset: int) -> None:
@@ -450,10 +448,9 @@ def _read(fd: int, path: str, size: int) -> NDArray[np.uint8]:
 
 
 def file_size(path: str, *, alone: bool = False) -> int | None:
-    """Return the size of a file in bytes, or ``None`` if it does not exist.
+    """Return the size of a regular file in bytes, or ``None`` if it does not exist.
 
-    Raises:
-        CorruptStoreError: If it is no regular file, or (``alone``: it is written to) has another name.
+    With ``alone``, because it is written to, another name of it is a CorruptStoreError.
     """
     try:
         status = os.lstat(path)
@@ -477,17 +474,9 @@ def _shared_file(path: str) -> CorruptStoreError:
 
 
 def network_devices(mountinfo: str) -> frozenset[int]:
-    """Return the device numbers of the network file systems in a mount table.
+    """Return the device numbers of the network file systems in a mount table, a text as ``/proc/self/mountinfo``.
 
     FUSE file systems count as network file systems, because most of them are (s3fs, sshfs, gcsfuse).
-
-    Args:
-        mountinfo: Text in the format of ``/proc/self/mountinfo``; other lines are ignored.
-
-    Example:
-        >>> table = "36 35 0:52 / /home rw,relatime shared:1 - nfs4 server:/home rw,hard"
-        >>> network_devices(table) == {os.makedev(0, 52)}
-        True
     """
     devices = set()
     for line in mountinfo.splitlines():

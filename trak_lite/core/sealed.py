@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.checksums import crc32c
-from trak_lite.core.files import file_size, map_file, named_errors, opened_file, write_all
+from trak_lite.core.files import file_size, map_file, named_errors, opened_file, with_real_folder, write_all
 from trak_lite.errors import CorruptStoreError
 
 SEAL: Final = "crc32c"
@@ -30,7 +30,7 @@ def seal(path: str, what: str) -> None:
     ``what`` is the name of the content: a file that is read as another one has another checksum.
     """
     offset, digits = _seal_of(_mapped(path), what) or (0, b"")
-    with opened_file(_plain(path), os.O_WRONLY) as fd:
+    with opened_file(with_real_folder(path), os.O_WRONLY) as fd:
         write_all(fd, digits, offset)
         os.fsync(fd)
 
@@ -38,11 +38,7 @@ def seal(path: str, what: str) -> None:
 def sealed_content(path: str, what: str, *, required: bool = True, delete: str = "it") -> NDArray[np.uint8]:
     """Return the content of a file whose checksum is right; without ``required``, also of one that has none.
 
-    ``delete`` is what a user must delete of a damaged file.
-
-    Raises:
-        CorruptStoreError: If its checksum is wrong, or it has none.
-        StoreError: If it cannot be read.
+    Another file is a CorruptStoreError, in which ``delete`` is what a user must delete.
     """
     with named_errors("Reading", path):
         content = _mapped(path)
@@ -60,16 +56,12 @@ def sealed_content(path: str, what: str, *, required: bool = True, delete: str =
     return content
 
 
-def _plain(path: str) -> str:
-    """Return the path with the links of its folder, which the user has named, resolved; the file must be no link."""
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-
-
 def _mapped(path: str) -> NDArray[np.uint8]:
-    size = file_size(_plain(path))
+    real = with_real_folder(path)
+    size = file_size(real)
     if size is None:
         raise FileNotFoundError(errno.ENOENT, "No such file", path)
-    return map_file(_plain(path), size)
+    return map_file(real, size)
 
 
 def _seal_of(content: NDArray[np.uint8], what: str) -> tuple[int, bytes] | None:
