@@ -13,11 +13,7 @@ _PIECE = 1 << 20
 
 
 def crc32c(*pieces: NDArray[Any] | bytes, start: int = 0) -> int:
-    """Return the CRC-32C of the concatenation of C-contiguous arrays or byte strings.
-
-    Args:
-        pieces: Data to checksum.
-        start: Checksum of preceding data, to continue from.
+    """Return the CRC-32C of the concatenation of C-contiguous arrays or byte strings, after data of checksum ``start``.
 
     Example:
         >>> hex(crc32c(b"123456789")), crc32c(b"12345", b"6789") == crc32c(b"123456789")

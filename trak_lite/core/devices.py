@@ -21,12 +21,7 @@ Float32Products: TypeAlias = Literal["ieee", "tf32"]
 
 @functools.cache
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest floating dtype of a device: float64, or float32 if it does not support float64.
-
-    Example:
-        >>> wide_dtype(torch.device("cpu")), wide_dtype(torch.device("mps"))
-        (torch.float64, torch.float32)
-    """
+    """Return the widest floating dtype of a device: float64, or float32 if it does not support float64."""
     if device.type in ("cpu", "cuda", "meta"):
         return torch.float64
     try:
@@ -87,7 +82,6 @@ class HostCopy:
 
     def __init__(self, *values: Tensor) -> None:
         device = values[0].device
-        self._event: torch.Event | None = None
         self.is_done = not _pins_memory(device)
         """Whether nothing has to be waited for: the tensors were on the CPU."""
         if self.is_done:
@@ -103,9 +97,8 @@ class HostCopy:
 
     def arrays(self) -> list[NDArray[Any]]:
         """Wait until the copy is done, and return one array per tensor; from a CPU they share the tensors' memory."""
-        if self._event is not None:
+        if not self.is_done:
             self._event.synchronize()
-            self._event = None
         return [tensor.numpy() for tensor in self._host]
 
 
@@ -113,10 +106,6 @@ def copied_ahead(tiles: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """Yield the tensors of ``(key, *tensors)`` as arrays, in order.
 
     From an accelerator, the next tensors are computed while the last ones are copied.
-
-    Example:
-        >>> list(copied_ahead([(0, torch.ones(1)), (1, torch.zeros(1))]))
-        [(0, array([1.], dtype=float32)), (1, array([0.], dtype=float32))]
     """
     for key, copy in one_behind((key, HostCopy(*tensors)) for key, *tensors in tiles):
         yield key, *copy.arrays()

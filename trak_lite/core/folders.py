@@ -164,9 +164,7 @@ def is_old(path: str) -> bool:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to, whose file then replaces the one at ``path``: after a crash it is the old or the new.
 
-    Raises:
-        ReadOnlyStoreError: If the folder is not writable.
-        StoreError: If writing fails for another reason.
+    Errors of the operating system are those of :func:`named_errors`.
     """
     with named_errors("Writing", str(path)):
         make_folders(str(path.parent))

@@ -22,12 +22,7 @@ _STRUCTURE = (b"[", b"{", b",", b":")
 
 
 def canonical_json(value: Any) -> str:
-    """Return the canonical JSON text of a value: sorted keys, no spaces, no NaN.
-
-    Example:
-        >>> canonical_json({"b": 1, "a": [1.5, None]})
-        '{"a":[1.5,null],"b":1}'
-    """
+    """Return the canonical JSON text of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
@@ -69,17 +64,10 @@ def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
     Two million values suffice for a manifest of 100,000 modules. An empty list takes 2 bytes of text but 80 bytes of
     memory, so the limit on values, not on bytes, bounds the cost: about 400 MB and one second.
 
-    Args:
-        text: JSON in UTF-8.
-        finite: Reject NaN and infinite numbers, which Python writes although they are not JSON.
-
     Raises:
-        ValueError: If the text is not JSON, is longer than 64 MiB, has more than 2,097,152 values, is nested more than
-            128 levels deep, or, with ``finite``, has a number that is not finite.
-
-    Example:
-        >>> parse_json(b'{"a": [1, 2.5, null]}')
-        {'a': [1, 2.5, None]}
+        ValueError: If the text is not JSON in UTF-8, is longer than 64 MiB, has more than 2,097,152 values, is nested
+            more than 128 levels deep, or, with ``finite``, has NaN or an infinite number, which Python writes although
+            they are not JSON.
     """
     size = len(text) if isinstance(text, bytes) else text.nbytes
     if size > _MOST_BYTES:
@@ -99,17 +87,7 @@ def parse_json(text: bytes | NDArray[Any], *, finite: bool = True) -> Any:
 
 
 def check_depth(value: Any, *, deepest: int = _DEEPEST) -> None:
-    """Raise if a JSON value is nested so deeply that recursive functions could exceed the recursion limit.
-
-    Raises:
-        ValueError: If it is nested more than ``deepest`` levels deep.
-
-    Example:
-        >>> check_depth({"a": [1, {"b": 2}]}, deepest=2)
-        Traceback (most recent call last):
-        ...
-        ValueError: nested more than 2 levels deep
-    """
+    """Raise ValueError if a JSON value is nested so deeply that functions could exceed the recursion limit."""
     level = [value]
     for _ in range(deepest + 1):
         nested = (item for item in level if isinstance(item, dict | list))

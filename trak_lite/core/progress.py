@@ -31,14 +31,6 @@ class Stages:
     """Progress over the checkpoints of one call: their number, and the time to the end of all of them.
 
     Bars that are made meanwhile read it.
-
-    Example:
-        >>> with Stages.of(3, 100) as stages:
-        ...     for _ in stages.each(["a", "b", "c"]):
-        ...         print(stages.place)
-         (checkpoint 1 of 3)
-         (checkpoint 2 of 3)
-         (checkpoint 3 of 3)
     """
 
     def __init__(self, count: int | None, units: int, later: Sequence[int]) -> None:
@@ -221,17 +213,7 @@ def distributed_rank() -> int:
 
 @final
 class KeptProgress:
-    """Progress of work whose results are saved one by one; on Ctrl-C, a note states how many units are done.
-
-    Example:
-        >>> try:
-        ...     with KeptProgress(5, 2, label="Featurizing", progress=False) as done:
-        ...         done.advance(1)
-        ...         raise KeyboardInterrupt
-        ... except KeyboardInterrupt as interrupt:
-        ...     print(interrupt.__notes__)
-        ['Featurizing: at least 3 of 5 rows are done.']
-    """
+    """Progress of work whose results are saved one by one; on Ctrl-C, a note states how many units are done."""
 
     def __init__(
         self, total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None

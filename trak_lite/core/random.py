@@ -52,14 +52,10 @@ def shifted(numbers: Tensor, bits: int) -> Tensor:
 def row_noise(
     rows: NDArray[np.int64], *, seed: int, draw: int | NDArray[np.int64]
 ) -> Callable[[Sequence[int]], Tensor]:
-    """Return a source of uniform float64 numbers in (0, 1) for these rows.
+    """Return a source of uniform float64 numbers in (0, 1) for the rows of these numbers ``(B,)``.
 
-    Each row has its own stream and gets the first numbers of it, so a longer shape continues a shorter one.
-
-    Args:
-        rows: ``(B,)`` numbers of the rows.
-        seed: Seed of all rows.
-        draw: Number of the draw, for repeated draws of the same rows: one for all rows, or one per row ``(B,)``.
+    Each row has its own stream and gets the first numbers of it, so a longer shape continues a shorter one. ``draw`` is
+    the number of the draw, for repeated draws of the same rows: one for all rows, or one per row ``(B,)``.
 
     Example:
         >>> one, both = (row_noise(np.array(rows), seed=0, draw=0)((2,)) for rows in ([7], [3, 7]))
@@ -79,15 +75,8 @@ def row_noise(
 def seeded_uniforms(seeds: Tensor, shape: Sequence[int], *, stream: int) -> Tensor:
     """Return uniform numbers in (0, 1), the same for a seed in every batch, on every device and under transforms.
 
-    A longer shape continues a shorter one.
-
-    Args:
-        seeds: ``(B,)`` int64.
-        shape: Shape of the numbers of a row.
-        stream: Number of the stream; those of a seed are independent.
-
-    Returns:
-        float32 ``(B, *shape)``.
+    Seeds are int64 ``(B,)``, the result is float32 ``(B, *shape)``. A longer shape continues a shorter one. The streams
+    of a seed are independent.
 
     Example:
         >>> one, both = (seeded_uniforms(torch.tensor(seeds), (2,), stream=0) for seeds in ([7], [3, 7]))
@@ -100,12 +89,7 @@ def seeded_uniforms(seeds: Tensor, shape: Sequence[int], *, stream: int) -> Tens
 
 
 def seeded_normals(seeds: Tensor, shape: Sequence[int], *, stream: int) -> Tensor:
-    """Return numbers of a unit Gaussian: those of :func:`seeded_uniforms`, transformed.
-
-    Example:
-        >>> seeded_normals(torch.tensor([5]), (3,), stream=1).shape
-        torch.Size([1, 3])
-    """
+    """Return numbers of a unit Gaussian: those of :func:`seeded_uniforms`, transformed."""
     normals: Tensor = torch.special.ndtri(seeded_uniforms(seeds, shape, stream=stream))
     return normals
 

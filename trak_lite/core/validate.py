@@ -17,16 +17,7 @@ from trak_lite.errors import InvalidInputError, MissingPackageError, TrakLiteErr
 
 
 def positive_int(**named: object) -> int:
-    """Return the one keyword value if it is an integer of at least 1, of any type, as a Python integer.
-
-    Example:
-        >>> positive_int(proj_dim=np.int64(512))
-        512
-        >>> positive_int(proj_dim=0)
-        Traceback (most recent call last):
-        ...
-        trak_lite.errors.InvalidInputError: proj_dim must be an integer of at least 1, got 0.
-    """
+    """Return the one keyword value if it is an integer of at least 1, of any type, as a Python integer."""
     return integer_at_least(1, **named)
 
 
@@ -96,25 +87,12 @@ def known_names(argument: Iterable[str], allowed: Collection[str], *, what: str)
 
 
 def installing(extra: str) -> str:
-    """Return how to install the packages of an extra, as the end of a message.
-
-    Example:
-        >>> installing("cli")
-        "Install it with pip install 'trak-lite[cli]' (in a checkout: pip install -e '.[cli]')."
-    """
+    """Return how to install the packages of an extra, as the end of a message."""
     return f"Install it with pip install 'trak-lite[{extra}]' (in a checkout: pip install -e '.[{extra}]')."
 
 
 def require_packages(*modules: str, extra: str) -> None:
-    """Raise :class:`MissingPackageError` if an optional package is not installed; none is imported.
-
-    Example:
-        >>> require_packages("no_such_package", extra="report")
-        Traceback (most recent call last):
-        ...
-        trak_lite.errors.MissingPackageError: This needs no_such_package, which is not installed. Install it with pip \
-install 'trak-lite[report]' (in a checkout: pip install -e '.[report]').
-    """
+    """Raise :class:`MissingPackageError` if an optional package is not installed; none is imported."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise MissingPackageError(
