@@ -86,16 +86,6 @@ def test_text_parts_can_have_other_names():
     torch.testing.assert_close(terms.output, (ids.sum(1) - mask.sum(1)).double())
 
 
-def test_an_invalid_label_is_nan_under_transforms_also_where_torch_does_not_tell_them(monkeypatch):
-    """Torch's own answer is a private function."""
-    monkeypatch.setattr("trak_lite.modelout_functions._inputs._ask_torch", None)
-    found = torch.func.vmap(
-        lambda logits, label: terms_of_logits(IMAGES, logits[None], label[None]).output[0]
-    )(LOGITS, torch.tensor([2, 5]))
-    assert found.isnan().tolist() == [False, True]
-    torch.testing.assert_close(found[0], terms_of_logits(IMAGES, LOGITS[:1], LABELS[:1]).output[0])
-
-
 def test_neg_squared_error_sums_over_targets_of_any_shape():
     predictions, targets = randn(2, 3, 2, seed=12), randn(2, 3, 2, seed=13)
     terms = terms_of_logits(tasks.RegressionModelOutput(output="neg_squared_error"), predictions, targets)

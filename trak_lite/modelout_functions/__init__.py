@@ -41,28 +41,9 @@ from trak_lite.modelout_functions.supervised import (
     TextClassificationModelOutput,
 )
 
-MODEL_OUTPUTS.update(
-    (cls.name, cls)
-    for cls in (
-        ImageClassificationModelOutput,
-        IterativeImageClassificationModelOutput,
-        TextClassificationModelOutput,
-        BinaryClassificationModelOutput,
-        MultiLabelModelOutput,
-        RegressionModelOutput,
-        CausalLanguageModelingModelOutput,
-        MaskedLanguageModelingModelOutput,
-        SequenceToSequenceModelOutput,
-        DPOModelOutput,
-        RewardModelOutput,
-        AnswerDifferenceModelOutput,
-        PolicyGradientModelOutput,
-        DenseClassificationModelOutput,
-        DiffusionModelOutput,
-        ContrastiveModelOutput,
-        CLIPModelOutput,
-    )
-)
+for _task in list(vars().values()):
+    if isinstance(_task, type) and issubclass(_task, AbstractModelOutput) and _task.name:
+        MODEL_OUTPUTS[_task.name] = _task
 MODEL_OUTPUTS["classification"] = ImageClassificationModelOutput  # nothing in it is about images
 
 __all__ = [

@@ -51,7 +51,6 @@ class ModelCall:
         self.model = model
         self._modules = modules
         self._float32_products = float32_products
-        self._replaced = parameters is not None or buffers is not None
         self._parameters, self._buffers = parameters, buffers
 
     @property
@@ -74,7 +73,7 @@ class ModelCall:
         # Otherwise values cached by an earlier pass would be used instead of the parameters.
         drop_eval_caches(self.model.modules() if self._modules is None else self._modules)
         with model_pass(self.model, self._float32_products), hooks_noted():
-            if not self._replaced:
+            if self._parameters is None and self._buffers is None:
                 return self.model(*args, **kwargs)
             # functional_call does not restore the tensors of a module that is registered under two names.
             before = [(m, dict(m._parameters), dict(m._buffers)) for m in self.model.modules()]

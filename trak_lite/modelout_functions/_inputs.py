@@ -14,17 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from trak_lite.core.devices import precise as widened
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
 LABEL_KEYS = ("labels", "label")
-
-# torch has no public function for this. Use the private one if it exists.
-_ask_torch: Callable[[Tensor], bool] | None = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
-)
 
 
 class Labelled(NamedTuple):
@@ -33,17 +29,6 @@ class Labelled(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Tensor
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Return whether a ``torch.func`` transform wraps the tensor, so that Python cannot read its values."""
-    if _ask_torch is not None:
-        return bool(_ask_torch(tensor))
-    try:
-        tensor.reshape(-1)[:1].sum().item()
-    except RuntimeError:  # vmap raises it when a value is read
-        return True
-    return False
 
 
 def fields_of(batch: Batch) -> dict[str, Any] | None:
@@ -56,13 +41,10 @@ def fields_of(batch: Batch) -> dict[str, Any] | None:
 
 
 def split_labels(batch: Batch) -> Labelled:
-    """Split a batch into model inputs and labels; the batch is not modified.
+    """Split a batch into model inputs and labels; raise without inputs, or without one tensor of labels.
 
-    Args:
-        batch: A tuple or list ``(*inputs, labels)``, or a mapping or dataclass with ``labels`` or ``label``,
-            whose other entries become keyword arguments.
-
-    No labels, two of them, no inputs, or labels that are not a tensor raise InvalidInputError.
+    The batch is a tuple or list ``(*inputs, labels)``, or a mapping or dataclass with ``labels`` or ``label``, whose
+    other entries become keyword arguments.
     """
     fields = fields_of(batch)
     if fields is not None:
@@ -159,10 +141,23 @@ def class_labels(
 
     ``ignored`` values mean "no label". Positions of the last axis before ``start`` are not used. ``what`` is the name
     of the labels in messages.
-
-    The message of the InvalidInputError names the shape, the dtype, or the first label out of range with its sample.
     """
-    _check_form(labels, shape=shape, num_classes=num_classes, what=what)
+    if num_classes < 2:
+        raise InvalidInputError(
+            f"The model gives {num_classes} logit(s) per label. A margin needs at least 2 classes; for one "
+            "logit use the task 'binary_classification'."
+        )
+    if labels.shape != tuple(shape):
+        actual, wanted = shape_texts(labels.shape, shape)
+        column = labels.shape == (*shape, 1)
+        hint = " Drop the last axis: labels.squeeze(-1), in the dataset or in to_batch." if column else ""
+        raise InvalidInputError(
+            f"The {what} have shape {actual}. Expected {wanted} to fit the model's logits.{hint}"
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise InvalidInputError(
+            f"The {what} have dtype {labels.dtype}. Expected integer class indices (for example torch.int64)."
+        )
     labels = labels.long()
     valid = (labels >= 0) & (labels < num_classes)
     for value in ignored:
@@ -177,26 +172,6 @@ def class_labels(
         what=what,
     )
     return labels
-
-
-def _check_form(labels: Tensor, *, shape: Sequence[int], num_classes: int, what: str) -> None:
-    """Raise for too few classes and for labels of a wrong shape or dtype; reads no value."""
-    if num_classes < 2:
-        raise InvalidInputError(
-            f"The model gives {num_classes} logit(s) per label. A margin needs at least 2 classes; for one "
-            "logit use the task 'binary_classification'."
-        )
-    if labels.shape != tuple(shape):
-        actual, expected = shape_texts(labels.shape, shape)
-        column = labels.shape == (*shape, 1)
-        hint = " Drop the last axis: labels.squeeze(-1), in the dataset or in to_batch." if column else ""
-        raise InvalidInputError(
-            f"The {what} have shape {actual}. Expected {expected} to fit the model's logits.{hint}"
-        )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise InvalidInputError(
-            f"The {what} have dtype {labels.dtype}. Expected integer class indices (for example torch.int64)."
-        )
 
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
@@ -217,7 +192,7 @@ def deferring_checks() -> Iterator[None]:
 
 def is_unread(tensor: Tensor) -> bool:
     """Return whether checks must not read values: they are transformed, or reading them would wait for a device."""
-    return is_transformed(tensor) or (_deferred.get() and tensor.device.type != "cpu")
+    return is_functorch_wrapped_tensor(tensor) or (_deferred.get() and tensor.device.type != "cpu")
 
 
 def refuse_invalid(valid: Tensor, values: Tensor, *, expected: str, what: str = "labels") -> None:
@@ -238,10 +213,6 @@ def shape_texts(*shapes: Sequence[int]) -> list[str]:
 
     Gradient computers that run sample by sample (``torch.func``) give each sample a batch axis of size 1, so a
     message such as "(1, 1), expected (1,)" would not describe the user's batch.
-
-    Example:
-        >>> shape_texts((1, 1), (1,)), shape_texts((4, 1), (4,))
-        (['(B, 1)', '(B,)'], ['(4, 1)', '(4,)'])
     """
     sizes = [[str(size) for size in shape] for shape in shapes]
     if all(shape[0] == 1 for shape in shapes if len(shape)):

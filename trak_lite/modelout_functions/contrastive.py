@@ -100,7 +100,6 @@ class ContrastiveModelOutput(AbstractModelOutput):
         """Return the similarities of query and candidates over the temperature, ``(B, 1 + n)``."""
         query, positive, negatives = (prefixed(fields, prefix, _PREFIXES) for prefix in _PREFIXES)
         names = {name.removeprefix(_NEGATIVE) for name in fields if name.startswith(_NEGATIVE)}
-        candidates = [positive]
         counts = {
             value.shape[1] if isinstance(value, Tensor) and value.dim() >= 2 else 0
             for name, value in negatives.items()
@@ -112,12 +111,12 @@ class ContrastiveModelOutput(AbstractModelOutput):
                 "(B, n, ...), with n of at least 1."
             )
         # One call for each: rows of a batch of B n texts would not be the samples of the batch.
-        for index in range(counts.pop()):
-            candidates.append(
-                {name: value[:, index] if name in names else value for name, value in negatives.items()}
-            )
+        each = (
+            {name: value[:, index] if name in names else value for name, value in negatives.items()}
+            for index in range(counts.pop())
+        )
         anchor = self._embedding(model_call, query)
-        similar = [(anchor * self._embedding(model_call, inputs)).sum(1) for inputs in candidates]
+        similar = [(anchor * self._embedding(model_call, inputs)).sum(1) for inputs in (positive, *each)]
         return torch.stack(similar, dim=1) / self.temperature
 
     def _embedding(self, model_call: ModelCall, inputs: dict[str, Any]) -> Tensor:
@@ -137,7 +136,7 @@ class ContrastiveModelOutput(AbstractModelOutput):
 
 def _parts(batch: Batch) -> tuple[dict[str, Any], Any]:
     """Return the columns without labels, and the labels or ``None``."""
-    if fields_of(batch) is None and isinstance(batch, tuple | list) and len(batch) == 3:
+    if isinstance(batch, tuple | list) and len(batch) == 3:
         return dict(zip(_PREFIXES, batch, strict=True)), None
     fields = columns_of(batch, [])
     for prefix in _PREFIXES:
