@@ -116,13 +116,10 @@ def named_adapters(folder: Path) -> list[Path]:
 
 
 def adapter_files(model: nn.Module, source: Path) -> dict[str, Path]:
-    """Return the file of each active adapter of a model.
+    """Return the file of each active adapter of a model; raise without one, or if a file is missing or settings differ.
 
     ``source`` is the file of one adapter, or the place of that of ``default`` if the folder has none. If the model has
     one adapter, the file may be that of an adapter of any name.
-
-    Raises:
-        CheckpointError: If the model has no active adapter, a file is missing, or settings differ.
     """
     active = _active_adapters(model)
     if not active:
@@ -181,15 +178,15 @@ def _refuse_other_settings(model: nn.Module, adapter: str, path: Path) -> None:
 
 def _settings(config: Any) -> dict[str, Any]:
     """Return the settings that may change what saved weights compute, as JSON has them."""
-    values = {name: value for name, value in config.to_dict().items() if name not in _HARMLESS}
     unused: tuple[str, ...] = _PROJECTIONS if any(getattr(config, name, False) for name in _SAVES) else ()
     if config.peft_type == "ADALORA":  # which changes it in training
         unused = ("rank_pattern",)
-    values = {name: value for name, value in values.items() if name not in unused}
-    text = json.dumps(
-        {name: value for name, value in values.items() if not name.endswith("dropout")},
-        default=lambda value: sorted(value, key=str) if isinstance(value, set) else str(value),
-    )
+    values = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _HARMLESS and name not in unused and not name.endswith("dropout")
+    }
+    text = json.dumps(values, default=lambda one: sorted(one, key=str) if isinstance(one, set) else str(one))
     return dict(parse_json(text.encode(), finite=False))
 
 
@@ -200,11 +197,7 @@ def _used(name: str, value: Any) -> Any:
 
 
 def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return a state dict of ``peft.get_peft_model_state_dict`` under the name of its adapter; empty for other ones.
-
-    Raises:
-        CheckpointError: If the model has several adapters: the state dict does not show which one it is of.
-    """
+    """Return a state dict of ``peft.get_peft_model_state_dict`` under the name of its adapter; empty for other ones."""
     active = _active_adapters(model)
     held = model.state_dict() if active else {}
     names = {name for adapter in active for name in _saved_names(model, held, adapter)}.union(held)
@@ -212,7 +205,7 @@ def unnamed_adapter(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Map
     if not names.issuperset(state.keys() - indices) or held.keys() >= state.keys():
         return {}
     adapters = _adapters(model)
-    if len(adapters) != 1:
+    if len(adapters) != 1:  # the state dict does not show which one it is of
         raise CheckpointError(
             f"A state dict has the weights of one PEFT adapter without its name, and {type(model).__name__} has the "
             f"adapters {adapters}, {active} active. Pass model.state_dict(), or a folder of save_pretrained."
@@ -230,9 +223,6 @@ def completed_adapters(
 
     ``held`` is the model's state dict, and ``base`` has the weights of the base model. Weights of the saved adapters
     are never taken from it, so that weights missing in a file are detected.
-
-    Raises:
-        CheckpointError: If an adapter's file lacks weights that PEFT does not save, or is of other entries (SHiRA).
     """
     state: dict[str, Any] = {}
     frozen = {name: base[name] for name in held if name in base}
@@ -307,12 +297,7 @@ def _saved_names(model: nn.Module, names: Iterable[str], adapter: str) -> dict[s
 
 
 def _saved_name(before: list[str], after: list[str]) -> str:
-    """Return the name under which PEFT saves a weight, of the parts before and after the adapter's name.
-
-    Example:
-        >>> _saved_name(["head", "modules_to_save"], ["weight"])
-        'head.weight'
-    """
+    """Return the name under which PEFT saves a weight, of the parts before and after the adapter's name."""
     if (before, after) == (["prompt_encoder"], ["embedding", "weight"]):
         return _PROMPTS
     if before[-1] == _WRAPPER:

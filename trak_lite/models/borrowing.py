@@ -45,10 +45,7 @@ def resolve_device(device: str | torch.device, model: nn.Module | None = None) -
     """Return the device to run on; ``"auto"`` is the model's device (the CPU without a model), or this rank's GPU.
 
     If torchrun started several ranks and the script left every rank's model on the first GPU, ``"auto"`` is the GPU
-    with this process's local rank.
-
-    Raises:
-        InvalidInputError: If the device is unknown or not available.
+    with this process's local rank. An unknown device, or one that is not there, raises InvalidInputError.
     """
     if device == "auto":
         return torch.device("cpu") if model is None else _of_this_rank(model_device(model))
@@ -73,9 +70,8 @@ def refuse_without_values(model: Any) -> None:
     """Raise InvalidInputError if a model is none, has no values, or cannot be differentiated."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        hint = (
-            " Pass the module that was exported." if isinstance(model, torch.export.ExportedProgram) else ""
-        )
+        is_exported = isinstance(model, torch.export.ExportedProgram)
+        hint = " Pass the module that was exported." if is_exported else ""
         raise InvalidInputError(
             f"model is {what}, expected a trained torch.nn.Module: scores are made from its gradients.{hint}"
         )

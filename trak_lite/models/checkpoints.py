@@ -246,13 +246,9 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
     """Read the state dict of a ``.safetensors`` or ``torch.save`` file, or of the shards in a Hugging Face index.
 
     ``weights_only=False`` unpickles arbitrary objects, which can run code: use it only for trusted files.
-
-    Raises:
-        CheckpointError: If the file cannot be read or holds no state dict.
     """
-    if not path.name.endswith(_INDEX):
-        return _read_file(path, weights_only)
-    shards = [_read_file(shard, weights_only) for shard in _shards(path)]
+    files = _shards(path) if path.name.endswith(_INDEX) else [path]
+    shards = [_read_file(file, weights_only) for file in files]
     versions = {name: version for shard in shards for name, version in module_versions(shard).items()}
     return with_versions({name: value for shard in shards for name, value in shard.items()}, versions)
 
@@ -326,8 +322,7 @@ def _is_entry(name: Any, value: Any) -> bool:
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of a state dict by module name: the version of each module's state dict format.
 
-    This is the attribute ``_metadata`` that ``Module.state_dict`` sets; the result is empty if it is missing, as in a
-    copy into a plain dict.
+    The result is empty in a copy into a plain dict, which lacks the attribute that ``Module.state_dict`` sets.
     """
     return dict(getattr(state, "_metadata", None) or {})
 
@@ -351,7 +346,7 @@ def load_into(
     original: Mapping[str, Tensor] | None = None,
     modes: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
-    """Copy a checkpoint's weights into the tensors of a model.
+    """Copy a checkpoint's weights into the tensors of a model; nothing if names, shapes or adapters do not fit.
 
     Args:
         model: The module.
@@ -360,9 +355,6 @@ def load_into(
             ``None`` if the model has them now.
         modes: ``training``, when the values were read, of modules that override ``train``, by name; ``True`` for
             others. The model's values, adapters, and any checkpoint if ``original`` is ``None`` are loaded in these.
-
-    Raises:
-        CheckpointError: If names, shapes or adapters do not fit; lists the first mismatches. Nothing is copied.
     """
     reshard(model)
     adapters: dict[str, Mapping[str, Any]] = {}
@@ -454,11 +446,11 @@ def _load_state(
             f"{advice}"
         )
     by_tensor: dict[int, str] = {}
-    for name in (
-        n for n, value in entries.items() if isinstance(value, Tensor) and not n.endswith(_EXTRA_STATE)
-    ):
+    for name, value in entries.items():
+        if not isinstance(value, Tensor) or name.endswith(_EXTRA_STATE):
+            continue
         first = by_tensor.setdefault(id(held[name]), name)
-        if first != name and not _is_equal(entries[first], entries[name], held[name]):
+        if first != name and not _is_equal(entries[first], value, held[name]):
             raise CheckpointError(
                 f"Checkpoint {checkpoint.source or checkpoint.name!r} has different values for {first!r} and {name!r}, "
                 f"which are one tied weight of {class_of(model).__name__}. Expected equal values. Build the model "

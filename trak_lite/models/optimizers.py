@@ -152,11 +152,8 @@ def adam_states(
     """Return the states of Adam that were saved with a checkpoint, for these parameters of its model, on a device.
 
     The optimizer state is searched in the file of the weights, in ``optimizer.pt`` beside the weights of a Hugging Face
-    folder, and in what ``checkpoint.load`` returns.
-
-    Raises:
-        CheckpointError: If there is no optimizer state, it is not one of Adam or AdamW, or its parameters cannot be
-            matched with those of the model.
+    folder, and in what ``checkpoint.load`` returns. None, one of another optimizer, or one whose parameters cannot be
+    matched with those of the model raises CheckpointError.
     """
     state, where = _optimizer_state(checkpoint)
     slots = _slots_by_name(model, state, where)
@@ -200,9 +197,7 @@ def _places(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
         yield str(beside), {"optimizer": read_content(beside)} if beside.is_file() else None
     elif path is not None and path.suffix != ".safetensors":
         content = None
-        with contextlib.suppress(
-            CheckpointError
-        ):  # a loader may read what is refused here; others raise this again
+        with contextlib.suppress(CheckpointError):  # raised again by load(), unless a loader reads it
             content = read_content(path)
         yield str(path), content
     if checkpoint.load is not None and (path is None or path.name not in HUGGING_FACE_FILES):
