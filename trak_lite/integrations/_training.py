@@ -14,11 +14,7 @@ from trak_lite.models.borrowing import model_device
 
 
 def refuse_other_model(attributor: Attributor, trained: nn.Module) -> None:
-    """Raise unless the attributor's parameters are among those of the trained model, on the same device.
-
-    Raises:
-        InvalidInputError: If they belong to another model, or training has replaced (sharded) or moved them.
-    """
+    """Raise if the attributor's parameters are another model's, or training has replaced (sharded) or moved them."""
     parameter_ids = {id(p) for p in trained.parameters()}
     foreign = [name for name, p in attributor.model.named_parameters() if id(p) not in parameter_ids]
     if foreign:

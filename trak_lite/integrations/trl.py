@@ -300,11 +300,7 @@ def trl_class(trainer: Any) -> str | None:
 
 
 def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
-    """Return the task whose loss is that of a trainer with a class of TRL, see :func:`trl_class`.
-
-    Raises:
-        InvalidInputError: If no task is the trainer's loss, or the rows lack what it needs.
-    """
+    """Return the task whose loss is that of a trainer of TRL; raise if there is none, or rows lack what it needs."""
     if kind not in _SUPPORTED:
         raise InvalidInputError(
             f"The task of trl.{kind} is unknown. Expected one of {list(_SUPPORTED)}. Pass task=..., a name or a "
@@ -355,11 +351,7 @@ def warn_of_balance(kind: str, coefficient: float) -> None:
 
 
 def trl_collate(trainer: Any, kind: str, collate: Collate) -> Collate:
-    """Return the function that makes batches of the task from samples, with the trainer's own collator.
-
-    Raises:
-        InvalidInputError: If the collator joins texts to one row, and is not that of ``SFTTrainer``.
-    """
+    """Return the function that makes batches of the task from samples, with the trainer's own collator."""
     if getattr(trainer, "padding_free", False):
         collator = trainer.data_collator
         if kind == SFT and hasattr(collator, "padding_free"):

@@ -82,9 +82,6 @@ class Checkpoint:
     load: Callable[[], Mapping[str, Tensor]] | None
     """Function that returns the state dict, or a mapping with it under ``"model"``; ``None`` means the model's current
     weights."""
-    adapter: Path | None = None
-    """File of a PEFT adapter, beside which may be those of others: the model's active adapters say which are read, and
-    the other weights are the model's. ``None`` if the state dict is none of an adapter."""
     is_captured: bool = False
     """Whether the capture of this name has computed its train rows, with the weights before each step."""
     is_held: bool = False
@@ -238,8 +235,7 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
 
 
 def _from_file(path: Path, name: str) -> Checkpoint:
-    adapter = path if path.name in ADAPTER_FILES else None
-    return Checkpoint(name, str(path.absolute()), partial(read_weights, path), adapter)
+    return Checkpoint(name, str(path.absolute()), partial(read_weights, path))
 
 
 def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tensor]:
@@ -357,14 +353,16 @@ def load_into(
             others. The model's values, adapters, and any checkpoint if ``original`` is ``None`` are loaded in these.
     """
     reshard(model)
+    source = Path(checkpoint.source or "")
     adapters: dict[str, Mapping[str, Any]] = {}
     load = None if original is not None and _is_of(model, checkpoint) else checkpoint.load
     if load is None:
         if original is None:
             return
         state: Mapping[str, Any] = {name: original[name] for name in model.state_dict() if name in original}
-    elif checkpoint.adapter is not None:
-        state, files = {}, adapter_files(model, checkpoint.adapter)
+    elif source.name in ADAPTER_FILES and not checkpoint.has_loader:
+        # Beside it may be those of others: the model's active adapters say which are read.
+        state, files = {}, adapter_files(model, source)
         adapters = {adapter: read_weights(file) for adapter, file in files.items()}
     else:
         state = _unwrapped(load())
