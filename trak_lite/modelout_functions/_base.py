@@ -347,6 +347,9 @@ def fisher_task(task: AbstractModelOutput) -> AbstractModelOutput:
     return LossModelOutput(task)
 
 
+Task: TypeAlias = str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction
+"""A model output function: its name, a custom one, or a callable ``f(model_call, batch) -> (B,)``."""
+
 MODEL_OUTPUTS: dict[str, type[AbstractModelOutput] | AbstractModelOutput | Callable[..., Any]] = {}
 """Model output functions by task name: the classes of the built-in ones, and classes, instances or functions of a
 user's own."""
@@ -357,9 +360,7 @@ _ACCEPTED = (
 )
 
 
-def resolve_task(
-    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
-) -> AbstractModelOutput:
+def resolve_task(task: Task) -> AbstractModelOutput:
     """Return the model output function of a task.
 
     Args:
@@ -388,24 +389,20 @@ def resolve_task(
         raise UnknownTaskError(
             f"Unknown task {task!r}.{hint} Known names: {sorted(MODEL_OUTPUTS)}. Expected {_ACCEPTED}."
         )
-    if isinstance(task, AbstractModelOutput) and type(task) is not AbstractModelOutput:
-        return task
-    if isinstance(task, type):
-        if not issubclass(task, AbstractModelOutput) or task is AbstractModelOutput:
+    cls = task if isinstance(task, type) else type(task)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if issubclass(cls, AbstractModelOutput) and cls is not AbstractModelOutput:
+        if isinstance(task, AbstractModelOutput):
+            return task
+        if needed := _needed(cls):
             raise UnknownTaskError(
-                f"The task is the class {_type_name(task)}. Expected {_ACCEPTED}.{_hint(task)}"
+                f"The task class {name} needs the arguments {needed}. Pass an instance instead of the class."
             )
-        if needed := _needed(task):
-            raise UnknownTaskError(
-                f"The task class {_type_name(task)} needs the arguments {needed}. Pass an instance instead of the "
-                "class."
-            )
-        return task()
-    if callable(task) and not isinstance(task, nn.Module | AbstractModelOutput):
+        return cls()
+    if callable(task) and not isinstance(task, type | nn.Module | AbstractModelOutput):
         return CallableModelOutput(task)
-    raise UnknownTaskError(
-        f"The task is a {_type_name(type(task))}. Expected {_ACCEPTED}.{_hint(type(task))}"
-    )
+    what = "the class" if isinstance(task, type) else "a"
+    raise UnknownTaskError(f"The task is {what} {name}. Expected {_ACCEPTED}.{_hint(cls)}")
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
@@ -413,10 +410,6 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-
-
-def _type_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _hint(cls: type) -> str:

@@ -1,9 +1,7 @@
 """Description of a task as JSON values, for the fingerprint of a store.
 
-All values that a user's function carries are described by content: closure, defaults, attributes, the object
-of a bound method, functions wrapped by ``functools``. A value that cannot be described raises an error, because
-rows of different tasks must never be confused. Nothing depends on addresses or hashes of Python objects, which
-differ between processes.
+A value that cannot be described raises an error, because rows of different tasks must never be confused. Nothing
+depends on addresses or hashes of Python objects, which differ between processes.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ def describe_task(task: AbstractModelOutput, model: nn.Module | None = None) -> 
     a row is detected when stored rows are recomputed.
 
     The attributed model, its modules and the tensors of its state dict are described by name and shape only: their
-    values change in a training, and the tables of a checkpoint name its weights.
-
-    Args:
-        task: The model output function.
-        model: The attributed model; ``None`` if it is not known.
+    values change in a training, and the tables of a checkpoint name its weights. ``None`` if it is not known.
 
     Raises:
         InvalidInputError: If ``settings()`` does not return JSON values, or a callable carries a value that

@@ -220,6 +220,13 @@ def shape_texts(*shapes: Sequence[int]) -> list[str]:
     return [f"({some[0]},)" if len(some) == 1 else f"({', '.join(some)})" for some in sizes]
 
 
+def finite_factor(column: Tensor, values: Tensor, *, what: str) -> Tensor:
+    """Return 1 where a column is finite and NaN elsewhere; the message shows ``values``, before they were cast."""
+    valid = column.isfinite()
+    refuse_invalid(valid, values, expected=f"a finite number of {column.dtype}", what=what)
+    return nan_unless(valid, column)
+
+
 def nan_unless(valid: Tensor, like: Tensor) -> Tensor:
     """Return 1 where valid and NaN elsewhere, as a factor in the dtype of ``like``.
 
@@ -262,9 +269,7 @@ def real_column(fields: dict[str, Any], name: str, like: Tensor) -> tuple[Tensor
     """
     values = _of_shape(fields, name, like.shape, "one real number per sample")
     column = values.to(like.dtype)
-    valid = column.isfinite()
-    refuse_invalid(valid, values, expected=f"a finite number of {like.dtype}", what=name)
-    return column, nan_unless(valid, column)
+    return column, finite_factor(column, values, what=name)
 
 
 def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Tensor) -> Tensor:
@@ -279,9 +284,7 @@ def token_column(fields: dict[str, Any], name: str, predicted: Tensor, like: Ten
     column = _of_shape(fields, name, shape, "one number per token, aligned with the labels")
     values = column[:, 1:]
     column = values.to(like.dtype).masked_fill(~predicted, 0.0)
-    valid = column.isfinite()
-    refuse_invalid(valid, values, expected=f"a finite number of {like.dtype}", what=name)
-    return column * nan_unless(valid, column)
+    return column * finite_factor(column, values, what=name)
 
 
 def _of_shape(fields: dict[str, Any], name: str, wanted: Sequence[int], what: str) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import mul
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from trak_lite.modelout_functions._inputs import (
 )
 from trak_lite.modelout_functions._margins import UniformNoise, linear_terms, sampled_values
 from trak_lite.types import Batch, OutputTerms
-
-Prediction: TypeAlias = Literal["epsilon", "sample", "v_prediction"]
 
 _SAMPLE, _SEED, _TIMESTEP, _TARGET = "sample", "seed", "timestep", "target"
 
@@ -82,7 +80,7 @@ class DiffusionModelOutput(AbstractModelOutput):
     name: ClassVar[str] = "diffusion"
     has_curvature = False
 
-    prediction: Prediction = "epsilon"
+    prediction: Literal["epsilon", "sample", "v_prediction"] = "epsilon"
     """What the model predicts."""
     schedule: str | Sequence[float] = "linear"
     r""":math:`\bar\alpha_t` for every timestep, or the name of a schedule: ``"linear"`` (betas from 1e-4 to 0.02 as in

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, TypeAlias, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,6 @@ from trak_lite.types import Batch, OutputTerms
 IGNORED = -100
 """Label of a position that is not predicted (padding, a prompt), as in PyTorch and Hugging Face."""
 
-PositionOutput: TypeAlias = Literal["margin", "log_prob"]
-
 
 @dataclass(eq=False, kw_only=True)
 class PositionwiseModelOutput(AbstractModelOutput):
@@ -52,7 +50,7 @@ class PositionwiseModelOutput(AbstractModelOutput):
 
     ignore_index = IGNORED
 
-    output: PositionOutput = "log_prob"
+    output: Literal["margin", "log_prob"] = "log_prob"
     """Definition of f."""
     _checks: ClassVar = {"output": partial(one_of, ("margin", "log_prob"))}
 

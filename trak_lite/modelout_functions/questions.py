@@ -20,7 +20,7 @@ from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.validate import known_names, one_of
 from trak_lite.data.datasets import Collate, Rows, rows_of
 from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
-from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, TaskFunction, resolve_task
+from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, Task, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.modelout_functions._inputs import (
     LABEL_KEYS,
@@ -38,7 +38,6 @@ _QUESTION, _WEIGHTS, _DIGEST = "question", "weights", "digest"
 _KEYS = {_QUESTION, _WEIGHTS, _DIGEST}
 
 Position = Literal["mean", "sum", "first", "last"] | int
-Question = str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction
 
 
 @final
@@ -66,7 +65,7 @@ class QuestionsModelOutput(AbstractModelOutput):
         (20, 2)
     """
 
-    def __init__(self, task: Question, questions: Mapping[str, Question]) -> None:
+    def __init__(self, task: Task, questions: Mapping[str, Task]) -> None:
         """Resolve the task and the questions.
 
         Args:

@@ -20,8 +20,8 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
     class_labels,
+    finite_factor,
     logits_and_labels,
-    nan_unless,
     one_column,
     refuse_invalid,
     shape_texts,
@@ -271,17 +271,16 @@ class RegressionModelOutput(AbstractModelOutput):
         if targets.is_complex() or targets.dtype == torch.bool:
             raise InvalidInputError(f"The targets have dtype {targets.dtype}. Expected real numbers.")
         raw_targets, targets = targets, targets.to(predictions.dtype)
-        finite = targets.isfinite()
-        refuse_invalid(finite, raw_targets, expected=f"a finite number of {targets.dtype}", what="targets")
+        finite = finite_factor(targets, raw_targets, what="targets")
         if self.output == "neg_squared_error":
-            squared = (predictions - targets).square() * nan_unless(finite, targets)
+            squared = (predictions - targets).square() * finite
             return linear_terms(-0.5 * squared.unsqueeze(-1).flatten(1).sum(1))
         column = one_column(
             predictions,
             "The model gave predictions of shape",
             hint=' for output="prediction"; for vector targets use RegressionModelOutput(output="neg_squared_error").',
         )
-        output = column * nan_unless(finite, targets).reshape(-1)
+        output = column * finite.reshape(-1)
         values = output.detach()
         return OutputTerms(output, targets.reshape(-1) - values, torch.ones_like(values))
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from trak_lite.errors import RankError, UnsupportedModelError
 from trak_lite.models.tree import ModelTree
 
-_FSDP, _TENSOR = "torch.distributed.fsdp", "torch.distributed.tensor"
+_FSDP, _TENSOR, _FLAT = "torch.distributed.fsdp", "torch.distributed.tensor", "FullyShardedDataParallel"
 _PAUSE = 0.02  # seconds, between looks of ranks that are done
 
 
@@ -51,10 +51,6 @@ def sharded_modules(model: nn.Module | ModelTree) -> list[Any]:
     return _modules_of(model, "FSDPModule")
 
 
-def _flat_shards(model: nn.Module | ModelTree) -> list[Any]:
-    return _modules_of(model, "FullyShardedDataParallel")
-
-
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the original class of a module, which ``fully_shard`` replaces by a subclass."""
     kinds: list[type[nn.Module]] = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
@@ -67,7 +63,7 @@ def is_sharded(model: nn.Module | ModelTree) -> bool:
         return False
     parameters = model.parameters.values() if isinstance(model, ModelTree) else model.parameters()
     kinds = {type(p): p for p in parameters}
-    return any(map(_is_dtensor, kinds.values())) or bool(sharded_modules(model) or _flat_shards(model))
+    return any(map(_is_dtensor, kinds.values())) or bool(sharded_modules(model) or _modules_of(model, _FLAT))
 
 
 def reshard(model: nn.Module | ModelTree) -> None:
@@ -120,7 +116,7 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
     from torch.distributed.tensor import Shard
 
     reshard(model)
-    if _flat_shards(model):
+    if _modules_of(model, _FLAT):
         raise _unsupported("FullyShardedDataParallel (FSDP1) is in it")
     held = {name: p for name, p in model.named_parameters() if _is_dtensor(p)}
     managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}

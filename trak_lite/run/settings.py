@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Self, final
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite.core.devices import Float32Products
 from trak_lite.core.validate import one_of, positive_int
@@ -39,6 +39,7 @@ from trak_lite.modelout_functions import (
     QuestionsModelOutput,
     resolve_task,
 )
+from trak_lite.modelout_functions._base import Task as Task
 from trak_lite.modelout_functions._base import fisher_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import refuse_expanded, refuse_without_values, resolve_device
@@ -64,8 +65,6 @@ _ASKED: Final = "task"
 """Name of the question of ``score(..., task=...)``."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
-Task = str | AbstractModelOutput | type[AbstractModelOutput] | Callable[..., Tensor]
-"""A model output function: its name, a custom one, or a callable ``f(model_call, batch) -> (B,)``."""
 
 
 @final

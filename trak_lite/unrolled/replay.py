@@ -30,7 +30,7 @@ from trak_lite.errors import (
 )
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
-from trak_lite.modelout_functions._base import TaskFunction
+from trak_lite.modelout_functions._base import Task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
@@ -57,7 +57,7 @@ _OUTPUTS: Final = "outputs"
 def unrolled(
     runs: TrainingRun | Sequence[TrainingRun],
     targets: Any,
-    task: str | AbstractModelOutput | type[AbstractModelOutput] | TaskFunction,
+    task: Task,
     *,
     name: str = "targets",
     block: int | None = None,
