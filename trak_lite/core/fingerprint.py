@@ -113,18 +113,23 @@ def functions_of(member: Any) -> list[Any]:
     return [function for function in member_functions if isinstance(function, kinds)]
 
 
-def sha256(raw: bytes) -> str:
+def sha256(raw: bytes | memoryview) -> str:
     """Return the digest in hex."""
     return hashlib.sha256(raw).hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the values of a dense tensor as bytes, in row-major order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_json(tensor: Tensor) -> dict[str, Any] | None:
     """Return dtype, shape and digest of the values; ``None`` for a tensor without plain values (sparse, meta)."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return None
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    raw = plain.view(torch.uint8).numpy().tobytes()
-    return {"tensor": str(tensor.dtype), "shape": list(tensor.shape), "sha256": sha256(raw)}
+    digest = sha256(tensor_bytes(tensor))
+    return {"tensor": str(tensor.dtype), "shape": list(tensor.shape), "sha256": digest}
 
 
 def array_json(array: NDArray[Any]) -> dict[str, Any]:

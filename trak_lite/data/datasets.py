@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from trak_lite.core.devices import undisturbed
+from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
@@ -536,10 +537,8 @@ def _digest_value(value: Any, digest: hashlib._Hash) -> None:
         _add(digest, "sparse", str(value.layout).encode())
         value = value.to_dense()
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        _add(digest, "tensor", f"{tuple(flat.shape)}{flat.dtype}".encode())
-        if flat.numel():
-            digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+        _add(digest, "tensor", f"{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(tensor_bytes(value))
     elif isinstance(value, Mapping):
         _add(digest, "mapping", f"{len(value)}".encode())
         for key, item in value.items():

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler
 
 from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.validate import integer, one_of, positive_int, positive_real
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
@@ -350,7 +351,7 @@ class CLIPModelOutput(AbstractModelOutput):
         digest = hashlib.sha256()
         for part in self._negatives:
             digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            digest.update(part.cpu().contiguous().numpy().tobytes())
+            digest.update(tensor_bytes(part))
         return digest.hexdigest()
 
     def _call(self, model_call: Callable[..., Any], batch: Batch) -> Any:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.eval_caches import in_modes
+from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.json_text import parse_json
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError, refuse_signal, summary
@@ -577,11 +578,9 @@ def entries_digest(state: Mapping[str, Any]) -> str:
 
 
 def _add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
-    value = of_all_ranks(tensor.detach()).cpu()
+    value = of_all_ranks(tensor.detach())
     digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}|".encode())
-    value = (value.dequantize() if value.is_quantized else value).contiguous()
-    if value.numel():
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(tensor_bytes(value.dequantize() if value.is_quantized else value))
 
 
 def _content(value: Any) -> bytes:

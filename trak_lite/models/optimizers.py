@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.models.checkpoints import HUGGING_FACE_FILES, Checkpoint, bare_name, read_content
@@ -399,7 +400,7 @@ def _digest(states: Mapping[str, AdamState]) -> str:
         for value in (getattr(state, field.name) for field in fields(state)):
             if isinstance(value, Tensor):
                 digest.update(f"|{value.dtype}|".encode())
-                digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(tensor_bytes(value))
             else:
                 digest.update(f"|{value!r}|".encode())
     return digest.hexdigest()
