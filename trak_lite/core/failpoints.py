@@ -68,10 +68,7 @@ REMOTE_FAILPOINTS = (
 
 def failpoint(name: str) -> None:
     """Kill the process with SIGKILL if this failpoint is armed in the environment."""
-    armed = os.environ.get(_VARIABLE)
-    if armed is None:
-        return
-    wanted, _, count = armed.partition(":")
+    wanted, _, count = os.environ.get(_VARIABLE, "").partition(":")
     if wanted != name:
         return
     left = int(count or 1) - 1

@@ -219,7 +219,7 @@ class KeptProgress:
         self, total: int, done: int = 0, *, label: str, unit: str = "row", progress: bool | None = None
     ) -> None:
         """Show the bar; the arguments are those of :func:`progress_bar`."""
-        self._total, self._done, self._unit = total, done, unit
+        self._done, self._all = done, f"{total} {unit}s"
         self._bar = progress_bar(total, done, label=label, unit=unit, progress=progress)
 
     def advance(self, count: int) -> None:
@@ -238,6 +238,4 @@ class KeptProgress:
         self._bar.close()
         if isinstance(error, KeyboardInterrupt):
             # "At least": the interrupt may come between saving a result and counting it.
-            error.add_note(
-                f"{self._bar.label}: at least {self._done} of {self._total} {self._unit}s are done."
-            )
+            error.add_note(f"{self._bar.label}: at least {self._done} of {self._all} are done.")

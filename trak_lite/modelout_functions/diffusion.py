@@ -35,20 +35,13 @@ _SAMPLE, _SEED, _TIMESTEP, _TARGET = "sample", "seed", "timestep", "target"
 class _Rows(NamedTuple):
     """Parts of a batch."""
 
-    sample: Tensor
-    """Clean samples ``(B, ...)``."""
-    seeds: Tensor
-    """``(B,)`` int64."""
-    timesteps: Tensor
-    """``(B, D)`` int64, in range."""
-    valid: Tensor
-    """``(B,)``, whether all timesteps were in range."""
-    target: Tensor | None
-    """``(B, D, ...)`` in place of the true targets."""
-    conditions: Sequence[Any]
-    """Further positional arguments of the model."""
-    named: dict[str, Any]
-    """Keyword arguments of the model."""
+    sample: Tensor  # clean ones, (B, ...)
+    seeds: Tensor  # (B,) int64
+    timesteps: Tensor  # (B, D) int64, in range
+    valid: Tensor  # (B,), whether all timesteps were in range
+    target: Tensor | None  # (B, D, ...) in place of the true targets
+    conditions: Sequence[Any]  # further positional arguments of the model
+    named: dict[str, Any]  # keyword arguments of the model
 
 
 @final

@@ -135,8 +135,8 @@ def pooled(states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     return states.gather(1, index).squeeze(1)
 
 
-def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """Return positional inputs, keyword inputs and labels of a batch of token sequences."""
+def _token_logits(model_call: ModelCall, batch: Batch, *, shift: bool) -> tuple[Tensor, Tensor]:
+    """Call the model with a batch of token sequences; return logits and labels, see :func:`aligned_tokens`."""
     args, kwargs, labels = split_labels(batch)
     if len(args) > 2:
         raise InvalidInputError(
@@ -145,7 +145,7 @@ def token_inputs(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]
         )
     if len(args) == 2:
         kwargs = {"attention_mask": args[1]}
-    return args[:1], kwargs, labels
+    return aligned_tokens(model_call(*args[:1], **kwargs), labels, shift=shift)
 
 
 def aligned_tokens(
@@ -200,8 +200,7 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     _checks: ClassVar = {**PositionwiseModelOutput._checks, "shift": true_or_false}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
-        args, kwargs, labels = token_inputs(batch)
-        return aligned_tokens(model_call(*args, **kwargs), labels, shift=self.shift)
+        return _token_logits(model_call, batch, shift=self.shift)
 
     def _relabelled(self, model_call: ModelCall, batch: Batch, labels: Tensor) -> Batch:
         drawn = split_labels(batch).labels.clone()
@@ -223,8 +222,7 @@ class MaskedLanguageModelingModelOutput(PositionwiseModelOutput):
     name: ClassVar[str] = "masked_language_modeling"
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
-        args, kwargs, labels = token_inputs(batch)
-        return aligned_tokens(model_call(*args, **kwargs), labels, shift=False)
+        return _token_logits(model_call, batch, shift=False)
 
 
 def _token_id(**named: Any) -> int | None:
