@@ -40,7 +40,7 @@ from trak_lite.errors import (
     UnknownExperimentError,
     UnsupportedModelError,
 )
-from trak_lite.featurizing.row_checks import PROBED_ROWS, DoneRows
+from trak_lite.featurizing.row_checks import PROBED_ROWS
 from trak_lite.featurizing.rows import HostRows, RowPass, RowWork
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
@@ -527,7 +527,7 @@ class TRAKer:
         stored = None if keys is not None and cursor.num_revisited else cursor.done_rows(table.table, rows)
         if stored is not None:
             remedy = "use another save_dir (for targets: another exp_name)"
-            RowWork(table, passes, cursor.path, remedy=remedy).compare_with(stored)
+            RowWork(table, passes, cursor.path, remedy=remedy).compare_with(*stored)
         pending = cursor.waiting[rows]
         cursor.num_revisited += not pending.all()
         if not pending.any():
@@ -537,7 +537,7 @@ class TRAKer:
         computed = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
             computed = replace(computed, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
-        HostRows(computed, table.spec).put(table.put, waiting, cursor.label)
+        HostRows(computed, table.spec).put(table.put)
         cursor.waiting[waiting] = False
         if keys is not None:
             cursor.refuse_other_samples(table.table, rows, keys)
@@ -671,7 +671,9 @@ class _Cursor:
         """Batches with done rows so far."""
         self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
 
-    def done_rows(self, table: AbstractRowTable | None, rows: NDArray[np.int64]) -> DoneRows | None:
+    def done_rows(
+        self, table: AbstractRowTable | None, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]] | None:
         """Return a few done rows of the batches 0, 1, 2, 4, 8, ... that have some, from one chunk; else ``None``."""
         done, number = rows[~self.waiting[rows]], self.num_revisited
         if number & (number - 1) or table is None or not len(done):
@@ -679,7 +681,7 @@ class _Cursor:
         stored, values = table.read_done(int(done[0]) // self.spec.chunk_rows)
         chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]
         some = {name: column[chosen] for name, column in values.items()}
-        return DoneRows(stored[chosen], some, table.spec.columns) if len(chosen) else None
+        return (stored[chosen], some) if len(chosen) else None
 
     def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
         if (inds is None) == (num_samples is None):

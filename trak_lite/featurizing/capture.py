@@ -25,7 +25,7 @@ from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_ba
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import BORDERS, Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
-from trak_lite.featurizing.row_checks import naming_rows, warn_of_lost_modules
+from trak_lite.featurizing.row_checks import LostModules, naming_rows
 from trak_lite.featurizing.rows import HostRows, RowPass
 from trak_lite.featurizing.session import Run
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -74,7 +74,7 @@ class Capture:
                 )
         self._manifest = run.settings.manifest(identity)
         self._rounded = spec = run.settings.train_table(len(rows), {})
-        self._sums: list[NDArray[np.float64]] = []
+        self._loss = LostModules(run.settings.modules)
         # Not quantised: rows are rounded once, when they are copied.
         columns = tuple(replace(column, dtype=column.value_dtype) for column in spec.columns)
         self._spec = TableSpec(spec.num_rows, columns, spec.chunk_rows, {CAPTURED: self.name})
@@ -177,10 +177,7 @@ class Capture:
                     raise
                 computer.load_model_params(run.model)  # the plan may be that of other weights
                 computed = passes.compute(numbers, batch, to_come)
-            is_measured = settings.modules is not None and len(self._sums) < 2
-            copy = HostRows(computed, self._rounded, is_measured=is_measured)
-            copy.put(self.put, numbers, self._rows.what)
-            self._sums += [] if copy.sums is None else [copy.sums]
+            HostRows(computed, self._rounded, self._loss).put(self.put)
 
     def put(self, rows: RowNumbers, values: Mapping[str, NDArray[Any]]) -> None:
         """Keep the rows of a batch that are new, until they are written."""
@@ -215,11 +212,7 @@ class Capture:
         """Write the rows; no batch can follow."""
         self._has_ended = True
         self.flush()
-        modules, sums, self._sums = self._run.settings.modules, self._sums, []
-        if modules is not None and sums:
-            warn_of_lost_modules(
-                np.sum(sums, axis=0), modules, self._rounded.columns[0], f"Capture {self.name!r}"
-            )
+        self._loss.warn(self._rounded.columns[0], f"Capture {self.name!r}")
 
     def finish(self, folder: Path | None) -> Checkpoint:
         """Write the rows, save the checkpoint to a folder, if one is given, and return it.

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
@@ -25,18 +25,16 @@ from torch import Tensor, nn
 from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
 from trak_lite.core.random import row_noise
-from trak_lite.data.batches import flatten_batch, rows_in_batches, take_rows, undivided
+from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows, undivided
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
     ManifestMismatchError,
-    NonFiniteError,
     TrakLiteError,
     UnsupportedModelError,
     refuse_machine_failure,
 )
-from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
 from trak_lite.gradient_computers.randomness import refuse_changed_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -67,6 +65,8 @@ _HALF_SPACING: Final = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 0
 _MOST_LOST: Final = {"float16": 0.1, "int8": 0.5, "int4": 0.9}
 """Share of the norm of a module that its storage may lose. int8 and int4 lose 0.02 and 0.4 of modules of small MLPs and
 CNNs after training, and change their scores by 1 % and 15 %; int4 often loses half of one in other models."""
+_NUM_MEASURED: Final = 4
+"""Rows of each of the first two batches of a table whose loss in storage is measured by module."""
 _MOST_MOVED: Final = 0.05
 """By which f of a text may change where rounding moves drawn labels."""
 _DRAWN: Final = "with drawn labels, "
@@ -77,6 +77,28 @@ _NOT_NAMED: Final = ("torch", "trak_lite", "contextlib")
 """Packages whose lines are not named in an error of the model or the task."""
 
 Values = Mapping[str, NDArray[Any]]
+"""Values of some rows by column."""
+
+
+class SampleRows(Protocol):
+    """Samples identified by row: a :class:`~trak_lite.data.datasets.Rows`, or samples derived from one."""
+
+    @property
+    def what(self) -> str:
+        """Name of the samples in messages."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per pass."""
+
+    def batches(self, plan: Iterable[RowNumbers], /) -> Iterator[tuple[RowNumbers, Batch]]:
+        """Yield every list of rows in the plan with its batch."""
+
+    def prepared(self, batch: Batch, rows: RowNumbers, /) -> Batch:
+        """Return a batch, on the model's device, after any preparation that needs the model (such as drawn labels)."""
+
+    def numbers(self, rows: RowNumbers, /) -> RowNumbers:
+        """Return the row numbers to use in messages for some rows."""
 
 
 @contextmanager
@@ -105,10 +127,10 @@ def _naming_rows(
         yield
         refuse_changed_parameters(model, changed_parameters(model, versions))
     except InvalidInputError:
-        _refuse_the_row(model, task, batch, rows, what)
+        refuse_the_row(model, task, batch, rows, what)
         raise
     except UnexpectedPathError as error:
-        raise type(error)(f"{error} The batch has rows {_some(rows)} of {what}.") from error
+        raise type(error)(f"{error} The batch has rows {some_rows(rows)} of {what}.") from error
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
     except MODEL_FAILURES as error:
@@ -121,7 +143,7 @@ def _naming_rows(
         first = next(iter(str(error).splitlines()), "")
         failed, advice = _failed(error, model, task)
         raise InvalidInputError(
-            f"{failed} failed on a batch of {what} (rows {_some(rows)}) with tensors {shapes}: "
+            f"{failed} failed on a batch of {what} (rows {some_rows(rows)}) with tensors {shapes}: "
             f"{type(error).__name__}: {first}. {advice}"
         ) from error
 
@@ -168,39 +190,7 @@ def _naming_undivided(batch: Batch) -> Iterator[None]:
         raise
 
 
-def finite_numbers(features: Tensor, terms: OutputTerms) -> Tensor:
-    """Return whether f, q, w and all features of every sample are finite, ``(4, B)``, on their device."""
-    # A sum takes a sixteenth of the time. It may overflow, so that it can only tell that all is well.
-    is_well = features.device.type == "cpu" and bool(features.sum().isfinite())
-    finite = features.new_ones(len(features), dtype=torch.bool) if is_well else features.isfinite().all(dim=1)
-    return torch.stack([*(term.isfinite().to(features.device) for term in terms), finite])
-
-
-def refuse_non_finite(
-    finite: NDArray[np.bool_], rows: RowNumbers, what: str, computer: AbstractGradientComputer, batch: Batch
-) -> None:
-    """Raise the most specific error if any number of a batch is NaN or infinite.
-
-    ``finite`` is ``(4, B)`` from :func:`finite_numbers`; ``rows`` ``(B,)`` are those of the samples in the dataset.
-
-    Raises:
-        InvalidInputError: If the output function itself refuses a sample (a label out of range).
-        NonFiniteError: Otherwise; names the rows.
-    """
-    if finite.all():
-        return
-    positions = np.flatnonzero(~finite.all(axis=0)).tolist()
-    _refuse_the_row(computer.model, computer.modelout_fn, take_rows(batch, positions), rows[positions], what)
-    names = (*OutputTerms._fields, "feature")
-    culprit = next(name for name, mask in zip(names, finite, strict=True) if not mask.all())
-    raise NonFiniteError(
-        f"The {culprit.replace('_', ' ')} of rows {_some(rows[positions])} of {what} is NaN or infinite. Nothing of "
-        "this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in half "
-        "precision, run it in float32."
-    )
-
-
-def _refuse_the_row(
+def refuse_the_row(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
 ) -> None:
     """Run the output function eagerly on each sample alone; raise for the first sample that it refuses."""
@@ -214,37 +204,15 @@ def _refuse_the_row(
             raise type(error)(f"Row {row} of {what}: {error}") from error
 
 
-def _some(rows: RowNumbers) -> str:
+def some_rows(rows: RowNumbers) -> str:
+    """Return the first rows and the number of the others."""
     shown = rows[:5].tolist()
     return f"{shown}" if len(rows) <= 5 else f"{shown} and {len(rows) - 5} more"
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class DoneRows:
-    """Stored rows of a table."""
-
-    rows: RowNumbers
-    """``(n,)`` ascending."""
-    values: Values
-    """Values by column."""
-    columns: tuple[Column, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """The same rows, recomputed."""
-
-    values: Values
-    """Values by column; features ``(n, K)`` are floats before they are rounded for storage."""
-    outputs: NDArray[Any]
-    """f ``(n,)``; the allowed rounding of q and w depends on it."""
-
-
 def done_rows(
-    table: AbstractRowTable, wanted: RowNumbers | None = None, *, without: frozenset[int] = frozenset()
-) -> DoneRows | None:
+    table: AbstractRowTable, wanted: RowNumbers | None = None, *, without: Collection[int] = ()
+) -> tuple[RowNumbers, Values] | None:
     """Return up to ``PROBED_ROWS`` done rows of a table, from its first and its last chunk; ``None`` without any.
 
     Reading a row reads its whole chunk (checksum, object store), so only two chunks are used. ``wanted`` are committed
@@ -256,8 +224,7 @@ def done_rows(
         share = PROBED_ROWS // len(chunks)
         wanted = np.concatenate([_spread(np.arange(*table.chunk_range(chunk)), share) for chunk in chunks])
     if wanted is not None:
-        values = {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
-        return DoneRows(wanted, values, table.spec.columns)
+        return wanted, {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
     sizes = np.diff(np.append(np.arange(0, table.spec.num_rows, table.spec.chunk_rows), table.spec.num_rows))
     for chunk in np.flatnonzero(table.pending_by_chunk() < sizes).tolist():
         if chunk in without:
@@ -265,9 +232,23 @@ def done_rows(
         rows, values = table.read_done(chunk)
         if len(rows):
             chosen = _spread(np.arange(len(rows)), PROBED_ROWS)
-            some = {name: column[chosen] for name, column in values.items()}
-            return DoneRows(rows[chosen], some, table.spec.columns)
+            return rows[chosen], {name: column[chosen] for name, column in values.items()}
     return None
+
+
+def recomputed(
+    rows: SampleRows, wanted: RowNumbers, compute: Callable[[RowNumbers, Batch], Values]
+) -> tuple[Values, Callable[[int], tuple[RowNumbers, Batch]]]:
+    """Return values of some rows, computed in batches, and the function that returns the sample at an index alone."""
+    plan = rows_in_batches(wanted, rows.batch_size)
+    batches = [batch for part in plan for _, batch in rows.batches([part])]
+    parts = [compute(*pair) for pair in zip(plan, batches, strict=True)]
+
+    def alone(index: int) -> tuple[RowNumbers, Batch]:
+        group, at = divmod(index, len(plan[0]))
+        return wanted[index : index + 1], take_rows(batches[group], [at])
+
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, alone
 
 
 def rounding_of(model: nn.Module, device: torch.device) -> float:
@@ -278,23 +259,27 @@ def rounding_of(model: nn.Module, device: torch.device) -> float:
 
 
 def differences(
-    stored: DoneRows, computed: Computed, alone: Callable[[int], Computed], rounding: float
+    columns: Sequence[Column],
+    stored: Values,
+    computed: Values,
+    alone: Callable[[int], Values],
+    rounding: float,
 ) -> dict[int, list[str]]:
     """Return what differs by more than rounding between stored rows and the same rows, recomputed.
 
+    Recomputed features ``(n, K)`` are those before they are rounded for storage; f ``(n,)`` is there as ``output``.
     ``alone`` recomputes the row at a position in a batch of one: the difference measures the rounding of this row. The
     result has, by the position of each row that differs, the text of every quantity of it that differs.
     """
-    errors = _errors(stored, computed)
+    errors = _errors(columns, stored, computed)
     suspects = np.flatnonzero(np.any([~(error <= rounding) for error in errors.values()], axis=0))
     differing: dict[int, list[str]] = {}
     for index in suspects.tolist():
-        row = {name: values[index : index + 1] for name, values in computed.values.items()}
+        row = {name: values[index : index + 1] for name, values in computed.items()}
         # As if it were stored without rounding.
-        unrounded = tuple(replace(column, dtype="float32") for column in stored.columns)
-        noise = _errors(DoneRows(stored.rows[index : index + 1], row, unrounded), alone(index))
+        noise = _errors([replace(column, dtype="float32") for column in columns], row, alone(index))
         wrong = [
-            _difference(name, float(error[index]), stored, computed, index)
+            _difference(name, float(error[index]), stored[name][index], computed[name][index])
             for name, error in errors.items()
             if not error[index] <= max(rounding, min(_NOISE_FACTOR * float(noise[name][0]), _MOST_NOISE))
         ]
@@ -303,41 +288,58 @@ def differences(
     return differing
 
 
-def squares_and_losses(features: NDArray[Any], stored: NDArray[Any], column: Column) -> NDArray[np.float64]:
-    """Return sums over some rows, per entry ``(2, K)``: of squared features, and of squared errors of their storage."""
-    wide = features.astype(np.float64)  # float32 squares would underflow
-    if column.quantised:
-        steps = np.maximum(wide.max(axis=1), -wide.min(axis=1))[:, None] / STEPS[column.dtype]
-        errors = wide / np.where(steps > 0, steps, 1.0)
-        np.rint(errors, out=errors)
-        errors *= steps
-    else:
-        errors = stored.astype(np.float64)
-    errors -= wide
-    return np.stack([np.einsum("bk,bk->k", part, part) for part in (wide, errors)])
-
-
-def warn_of_lost_modules(
-    sums: NDArray[np.float64], layout: FeatureLayout, column: Column, label: str
-) -> bool:
-    """Warn of the module whose features lose most in storage, and return whether it is too much.
+@final
+class LostModules:
+    """Warns once of modules that storage loses, by a few rows of the first two batches of each table.
 
     Kernels and cosines of a module do not depend on its scale: they weigh it fully however small it is.
     """
-    squares, losses = np.add.reduceat(sums, [segment.start for segment in layout.segments], axis=1)
-    shares = np.sqrt(np.divide(losses, squares, out=np.zeros_like(losses), where=squares > 0))
-    worst, most = int(shares.argmax()), _MOST_LOST.get(column.dtype, np.inf)
-    if shares[worst] <= most:
-        return False
-    warnings.warn(
-        f"{label}: {column.dtype} loses {shares[worst]:.2g} of the norm of the features of module "
-        f"{layout.segments[worst].name!r}, and more than {most:g} in {(shares > most).sum()} of {len(shares)} modules, "
-        "because they are far smaller than those of other modules. Kernels and cosines of modules do not depend on "
-        "their size, so scores may be wrong. Store float32 (Attributor: dtype='float32').",
-        UserWarning,
-        stacklevel=2,
-    )
-    return True
+
+    def __init__(self, layout: FeatureLayout | None = None) -> None:
+        """Measure modules of a layout; ``None`` measures nothing."""
+        self._layout = layout
+        self._sums: list[NDArray[np.float64]] = []
+
+    @property
+    def num_measured(self) -> int:
+        """Rows of the next batch to measure."""
+        return 0 if self._layout is None or len(self._sums) == 2 else _NUM_MEASURED
+
+    def add(self, features: NDArray[Any], stored: NDArray[Any], column: Column) -> None:
+        """Measure rows ``(b, K)`` of a batch, and the same rows in the dtype of their column."""
+        if not len(features):
+            return
+        wide = features.astype(np.float64)  # float32 squares would underflow
+        if column.quantised:
+            steps = np.maximum(wide.max(axis=1), -wide.min(axis=1))[:, None] / STEPS[column.dtype]
+            errors = wide / np.where(steps > 0, steps, 1.0)
+            np.rint(errors, out=errors)
+            errors *= steps
+        else:
+            errors = stored[: len(wide)].astype(np.float64)
+        errors -= wide
+        self._sums.append(np.stack([np.einsum("bk,bk->k", part, part) for part in (wide, errors)]))
+
+    def warn(self, column: Column, label: str) -> None:
+        """Warn of the module that loses most if it is too much; the next table begins."""
+        layout, sums, self._sums = self._layout, self._sums, []
+        if layout is None or not sums:
+            return
+        starts = [segment.start for segment in layout.segments]
+        squares, losses = np.add.reduceat(np.sum(sums, axis=0), starts, axis=1)
+        shares = np.sqrt(np.divide(losses, squares, out=np.zeros_like(losses), where=squares > 0))
+        worst, most = int(shares.argmax()), _MOST_LOST.get(column.dtype, np.inf)
+        if shares[worst] <= most:
+            return
+        self._layout = None
+        warnings.warn(
+            f"{label}: {column.dtype} loses {shares[worst]:.2g} of the norm of the features of module "
+            f"{layout.segments[worst].name!r}, and more than {most:g} in {(shares > most).sum()} of {len(shares)} "
+            "modules, because they are far smaller than those of other modules. Kernels and cosines of modules do not "
+            "depend on their size, so scores may be wrong. Store float32 (Attributor: dtype='float32').",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def compared_terms(
@@ -355,40 +357,31 @@ def compared_terms(
     Raises:
         ManifestMismatchError: If they differ from the ``stored`` ones, which were noted when a fit began.
     """
-    wanted = spread_rows(len(rows), PROBED_ROWS)
-    plan = rows_in_batches(wanted, rows.batch_size)
-    batches = [batch for part in plan for _, batch in rows.moved(part, device)]
 
-    def terms(numbers: RowNumbers, batch: Batch) -> NDArray[np.float64]:
-        call = ModelCall(model)
+    def terms(numbers: RowNumbers, batch: Batch) -> Values:
+        call, batch = ModelCall(model), move_batch(batch, device)
         with torch.enable_grad(), passes_undone(model), full_float32(device):
             values = [*task.evaluate(call, batch)]
             if seed is not None:
                 with torch.no_grad():
                     drawn = task.sample_labels(call, batch, row_noise(numbers, seed=seed, draw=0))
                 values += task.evaluate(call, drawn)
-        return torch.stack([term.detach().cpu().double() for term in values]).numpy()
+        return {
+            name: term.detach().cpu().double().numpy() for name, term in zip(_OF_FIT, values, strict=False)
+        }
 
-    def alone(index: int) -> Computed:
-        group, at = divmod(index, len(plan[0]))
-        return named(terms(wanted[index : index + 1], take_rows(batches[group], [at])))
-
-    def named(values: NDArray[np.float64]) -> Computed:
-        return Computed(dict(zip(_OF_FIT, values, strict=False)), values[0])
-
-    now = np.concatenate([terms(*pair) for pair in zip(plan, batches, strict=True)], 1)
+    wanted = spread_rows(len(rows), PROBED_ROWS)
+    now, alone = recomputed(rows, wanted, terms)
     if stored is None:
-        return now
-    columns = [Column(name, None, "float32") for name in _OF_FIT[: len(now)]]
+        return np.stack([*now.values()])
+    noted = dict(zip(_OF_FIT, stored, strict=False))
+    columns = [Column(name, None, "float32") for name in now]
     rounding = rounding_of(model, device)
-
-    def differing_in(columns: Sequence[Column], rounding: float) -> dict[int, list[str]]:
-        done = DoneRows(wanted, named(stored).values, tuple(columns))
-        return differences(done, named(now), alone, rounding)
-
-    differing = differing_in(columns[:3], rounding)
-    # Rounding moves some of the labels of a text, and perhaps the only one of a sample.
-    drawn = differing_in(columns[3:], max(rounding, _MOST_MOVED)) if seed is not None else {}
+    differing, drawn = (
+        differences(some, noted, now, lambda index: terms(*alone(index)), allowed)
+        # Rounding moves some of the labels of a text, and perhaps the only one of a sample.
+        for some, allowed in ((columns[:3], rounding), (columns[3:], max(rounding, _MOST_MOVED)))
+    )
     if differing := differing or (drawn if len(drawn) > 1 else {}):
         index, quantities = next(iter(differing.items()))
         raise ManifestMismatchError(
@@ -398,7 +391,7 @@ def compared_terms(
             "unsaved buffers, the task, or how it draws labels. Undo the change, use another path, or give the method "
             "another seed, which makes a new fit."
         )
-    return now
+    return np.stack([*now.values()])
 
 
 def _spread(rows: RowNumbers, most: int) -> RowNumbers:
@@ -407,16 +400,16 @@ def _spread(rows: RowNumbers, most: int) -> RowNumbers:
     return rows[np.unique(indices)]
 
 
-def _errors(stored: DoneRows, computed: Computed) -> dict[str, NDArray[np.float64]]:
+def _errors(columns: Sequence[Column], stored: Values, computed: Values) -> dict[str, NDArray[np.float64]]:
     """Return, per column, the relative difference ``(n,)`` of every row beyond the rounding of storage."""
-    curvature = np.abs(np.asarray(stored.values.get("loss_curvature", 0.0), np.float64))
-    slack = _SCALAR_ROUNDING * (1 + np.abs(computed.outputs.astype(np.float64))) * (1 + curvature)
+    curvature = np.abs(np.asarray(stored.get("loss_curvature", 0.0), np.float64))
+    slack = _SCALAR_ROUNDING * (1 + np.abs(computed["output"].astype(np.float64))) * (1 + curvature)
     errors = {}
-    for column in stored.columns:
-        if column.name not in computed.values:
+    for column in columns:
+        if column.name not in computed:
             continue
-        there = stored.values[column.name].astype(np.float64)
-        here = computed.values[column.name].astype(np.float64)
+        there = stored[column.name].astype(np.float64)
+        here = computed[column.name].astype(np.float64)
         if column.width is not None:
             errors[column.name] = _row_errors(there, here, column)
             continue
@@ -446,8 +439,7 @@ def _ratio(part: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.
     return np.divide(part, whole, out=np.where(part > 0, np.inf, 0.0), where=whole > 0)
 
 
-def _difference(name: str, error: float, stored: DoneRows, computed: Computed, index: int) -> str:
-    there, here = stored.values[name][index], computed.values[name][index]
+def _difference(name: str, error: float, there: NDArray[Any], here: NDArray[Any]) -> str:
     if np.ndim(there):
         norms = np.linalg.norm(np.asarray(there, np.float64)), np.linalg.norm(np.asarray(here, np.float64))
         return f"{name} by {error:.2g} of their norm (norm {norms[0]:.4g} there, {norms[1]:.4g} here)"

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, TypeAlias, final
+from typing import final
 
 import numpy as np
 import torch
@@ -45,16 +45,16 @@ from trak_lite.errors import (
 from trak_lite.featurizing.normalized import RowNormalizer
 from trak_lite.featurizing.row_checks import (
     STEPS,
-    Computed,
-    DoneRows,
+    LostModules,
+    SampleRows,
+    Values,
     differences,
     done_rows,
-    finite_numbers,
     naming_rows,
-    refuse_non_finite,
+    recomputed,
+    refuse_the_row,
     rounding_of,
-    squares_and_losses,
-    warn_of_lost_modules,
+    some_rows,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -99,34 +99,7 @@ _COMPARED = (
 )
 _NUM_COLLATED = 8
 """Samples of a batch that are collated alone, to find a padded one."""
-_NUM_MEASURED = 4
-"""Rows of each of the first two batches whose loss in storage is measured by module."""
 _MAX_ROUNDING = 1e-2  # that the cast may take of a row's norm; float16 itself rounds to 5e-4
-
-
-Write: TypeAlias = Callable[[RowNumbers, Mapping[str, NDArray[Any]]], None]
-"""Takes rows by column, as a table does."""
-
-
-class SampleRows(Protocol):
-    """Samples identified by row: a :class:`~trak_lite.data.datasets.Rows`, or samples derived from one."""
-
-    @property
-    def what(self) -> str:
-        """Name of the samples in messages."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per pass."""
-
-    def batches(self, plan: Iterable[RowNumbers], /) -> Iterator[tuple[RowNumbers, Batch]]:
-        """Yield every list of rows in the plan with its batch."""
-
-    def prepared(self, batch: Batch, rows: RowNumbers, /) -> Batch:
-        """Return a batch, on the model's device, after any preparation that needs the model (such as drawn labels)."""
-
-    def numbers(self, rows: RowNumbers, /) -> RowNumbers:
-        """Return the row numbers to use in messages for some rows."""
 
 
 def compute_features(
@@ -178,12 +151,60 @@ def compute_features(
 class ComputedRows:
     """Results of one batch, on the model's device."""
 
+    wanted: RowNumbers
+    """``(B,)`` rows of the samples in the table."""
+    numbers: RowNumbers
+    """``(B,)`` row numbers in messages."""
+    what: str
+    """Name of the samples in messages."""
     batch: Batch
     computer: AbstractGradientComputer
     features: Tensor
     terms: OutputTerms
     more: Mapping[str, Tensor]
     """Values of further columns of the table, ``(B,)`` each."""
+
+    def finite(self) -> Tensor:
+        """Return whether f, q, w and all features of every sample are finite, ``(4, B)``, on their device."""
+        features = self.features
+        # A sum takes a sixteenth of the time. It may overflow, so that it can only tell that all is well.
+        is_well = features.device.type == "cpu" and bool(features.sum().isfinite())
+        finite = (
+            features.new_ones(len(features), dtype=torch.bool) if is_well else features.isfinite().all(dim=1)
+        )
+        return torch.stack([*(term.isfinite().to(features.device) for term in self.terms), finite])
+
+    def refuse_non_finite(self, finite: NDArray[np.bool_]) -> None:
+        """Raise the most specific error if any number is NaN or infinite, by what :meth:`finite` returned.
+
+        Raises:
+            InvalidInputError: If the output function itself refuses a sample (a label out of range).
+            NonFiniteError: Otherwise; names the rows.
+        """
+        if finite.all():
+            return
+        positions = np.flatnonzero(~finite.all(axis=0)).tolist()
+        rows, computer = self.numbers[positions], self.computer
+        samples = take_rows(self.batch, positions)
+        refuse_the_row(computer.model, computer.modelout_fn, samples, rows, self.what)
+        names = (*OutputTerms._fields, "feature")
+        culprit = next(name for name, mask in zip(names, finite, strict=True) if not mask.all())
+        raise NonFiniteError(
+            f"The {culprit.replace('_', ' ')} of rows {some_rows(rows)} of {self.what} is NaN or infinite. Nothing of "
+            "this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in half "
+            "precision, run it in float32."
+        )
+
+    def values(self) -> Values:
+        """Return the results by column, and f as ``output``, without the rounding of storage."""
+        columns = {
+            FEATURES: self.features,
+            OUT_TO_LOSS: self.terms.out_to_loss_grad,
+            LOSS_CURVATURE: self.terms.loss_curvature,
+            "output": self.terms.output,
+        }
+        values = {name: tensor.detach().cpu().double().numpy() for name, tensor in columns.items()}
+        return {**values, **{name: tensor.cpu().numpy() for name, tensor in self.more.items()}}
 
 
 @final
@@ -233,15 +254,15 @@ class RowPass:
             )
         more = {GRADIENT_NORM: norms.float()} if self.with_norms and norms is not None else {}
         features = features if self.divisor == 1.0 else features / self.divisor
-        return ComputedRows(batch, computer, features, terms, more)
+        return ComputedRows(wanted, numbers, self.rows.what, batch, computer, features, terms, more)
 
     def stream(
         self,
         plan: Iterable[RowNumbers],
         num_left: Callable[[], int],
         turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> Iterator[tuple[RowNumbers, ComputedRows]]:
-        """Yield the rows of every batch of the plan, in order, and its results.
+    ) -> Iterator[ComputedRows]:
+        """Yield the results of every batch of the plan, in order.
 
         ``num_left`` returns the number of rows that are not done, asked before each batch; ``turn`` the context of a
         pass.
@@ -261,21 +282,21 @@ class RowPass:
                 rows = self.rows
                 is_whole = not is_sharded(computed.computer.model)
                 if is_whole and isinstance(rows, Rows) and rows.is_to_look_at():
-                    rows.may_pad = rows.may_pad and not self._look_at_padding(wanted, computed)
+                    rows.may_pad = rows.may_pad and not self._look_at_padding(computed)
                     self._look_at_cache(computed)
-                yield wanted, computed
+                yield computed
             complete = True
         finally:
             if computed is not None:
                 computed.computer.confirm(complete)
 
-    def _look_at_padding(self, wanted: RowNumbers, computed: ComputedRows) -> bool:
+    def _look_at_padding(self, computed: ComputedRows) -> bool:
         """Warn if f of a sample of a batch is another one where the sample is collated on its own.
 
         Up to eight samples are compared. Return whether a padded one is among them or a warning was given, so that no
         later batch needs to be looked at.
         """
-        f = computed.terms.output.tolist()
+        wanted, f = computed.wanted, computed.terms.output.tolist()
         apart: list[tuple[float, int, float, bool, list[Batch]]] = []
 
         def collated(rows: RowNumbers, seed: int = 0) -> Batch:
@@ -370,13 +391,11 @@ def _change(difference: float, f: Sequence[float], row: int, least: float = 0.01
 class HostRows:
     """Columns of one batch, on their way to the host: they are waited for once, by :meth:`put`."""
 
-    def __init__(self, found: ComputedRows, spec: TableSpec, *, is_measured: bool = False) -> None:
-        self._found = found
-        self.sums: NDArray[np.float64] | None = None
-        """Of the first rows, if they are measured; see :func:`squares_and_losses`."""
+    def __init__(self, found: ComputedRows, spec: TableSpec, loss: LostModules | None = None) -> None:
+        self._found, self._loss = found, LostModules() if loss is None else loss
         features, terms = found.features, found.terms
-        self.column = next(column for column in spec.columns if column.name == FEATURES)
-        stored, norms, lost = _in_storage_dtype(features, self.column)
+        self._column = spec.columns[0]
+        stored, norms, lost = _in_storage_dtype(features, self._column)
         tensors = {
             FEATURES: stored,
             OUT_TO_LOSS: terms.out_to_loss_grad.float(),
@@ -385,8 +404,8 @@ class HostRows:
         }
         columns = {column.name: tensors[column.name] for column in spec.columns}
         self._names = tuple(columns)
-        measured = features[: _NUM_MEASURED if is_measured else 0].float()
-        values = [finite_numbers(features, terms), norms, lost, measured, *columns.values()]
+        measured = features[: self._loss.num_measured].float()
+        values = [found.finite(), norms, lost, measured, *columns.values()]
         self._copy = HostCopy(*(value.to(features.device) for value in values))  # one device, one wait
         self.is_done = self._copy.is_done
 
@@ -399,19 +418,17 @@ class HostRows:
         """A sentence on what zero features say of f, and what to look at."""
         return _COMPARED if self._found.computer.compares_samples else _ZERO
 
-    def put(self, write: Write, rows: RowNumbers, what: str, *, numbers: RowNumbers | None = None) -> None:
-        """Wait for the columns, check them, and write them as rows ``(B,)`` of a table.
-
-        ``numbers`` ``(B,)`` are the row numbers in messages; ``None`` uses ``rows``.
+    def put(self, write: Callable[[RowNumbers, Values], None]) -> None:
+        """Wait for the columns, check them, and write them to a table.
 
         Raises:
             NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
             PrecisionError: If the table's dtype cannot hold a row; names the rows.
             BusyError: If another run writes the same rows.
         """
-        numbers = rows if numbers is None else numbers
+        numbers, what = self._found.numbers, self._found.what
         finite, norms, lost, measured, *columns = self._copy.arrays()
-        refuse_non_finite(finite, numbers, what, self._found.computer, self._found.batch)
+        self._found.refuse_non_finite(finite)
         values = dict(zip(self._names, columns, strict=True))
         for name in self._found.more:
             lacking = numbers[~np.isfinite(values[name])]
@@ -422,9 +439,9 @@ class HostRows:
                 )
         wrong = np.flatnonzero(~(lost <= _MAX_ROUNDING))
         if wrong.size:
-            first, dtype, loss = wrong[0], self.column.value_dtype, "entries beyond its range"
+            first, dtype, loss = wrong[0], self._column.value_dtype, "entries beyond its range"
             if np.isfinite(lost[first]):
-                dtype, loss = self.column.dtype, f"loses {lost[first]:.1%} of it"
+                dtype, loss = self._column.dtype, f"loses {lost[first]:.1%} of it"
             advice = "Multiply f by a constant, so that float32 holds its gradients."
             if dtype != "float32":
                 advice = "Store float32 (Attributor: dtype='float32'; TRAKer: use_half_precision=False)."
@@ -432,10 +449,9 @@ class HostRows:
                 f"{dtype} cannot hold the features of rows {numbers[wrong][:5].tolist()}: row {numbers[first]} has "
                 f"norm {norms[first]:.3g} and {loss}. {advice}"
             )
-        if len(measured):
-            self.sums = squares_and_losses(measured, values[FEATURES][: len(measured)], self.column)
+        self._loss.add(measured, values[FEATURES], self._column)
         try:
-            write(rows, values)
+            write(self._found.wanted, values)
         except StateError as error:
             raise BusyError(
                 f"Another run wrote rows of {what} at the same time ({error}). Nothing is lost: wait until that run "
@@ -462,10 +478,7 @@ class RowWork:
     progress: bool | None = None
     """Show the bar; ``None`` shows it on a terminal only."""
     remedy: str = "use another path (for targets: another name)"
-    modules: FeatureLayout | None = None
-    """Layout of the rows, to warn of a module that storage loses; ``None`` does not."""
-    told: list[str] = field(default_factory=list)
-    """Labels of tables of which there was such a warning; one is enough."""
+    loss: LostModules = field(default_factory=LostModules)
 
     def fill(self, *, wait: bool = True) -> int:
         """Featurize the pending rows of the table and write them batch by batch; return the number written here.
@@ -473,51 +486,46 @@ class RowWork:
         Other processes may do the same at the same time. Each claims chunks that no other process holds, and finally
         waits for the chunks of the others; without ``wait`` it returns without them.
         """
-        table, rows, turns = self.table, self.passes.rows, self._turns()
+        table, rows = self.table, self.passes.rows
         shared = SharedRows(
             *(table, rows.batch_size),
             label=self.label,
             progress=self.progress,
             ranks=self.ranks,
-            pause=turns.pause,
+            pause=self._turns.pause,
         )
         own_chunks: set[int] = set()
         """Chunks that this process writes. Their rows are not compared, because it computed them itself."""
-        with shared as work, turns:
-            first = not self.compare(turns, own_chunks)
+        with shared as work, self._turns:
+            first = not self._compare(own_chunks)
             # Of a table that is continued, a few rows alone may be zero.
             are_new = work.pending_at_first == table.spec.num_rows
             are_zero = are_new and isinstance(rows, Rows) and rows.may_be_zero
-            measures, sums = self.modules is not None and not self.told, list[NDArray[np.float64]]()
             for plan in work.rounds(wait=wait):
-                stream = self.passes.stream(plan, lambda: work.pending_at_first - work.written, turns.batch)
-                copies = (
-                    (wanted, HostRows(computed, table.spec, is_measured=measures and len(sums) < 2))
-                    for wanted, computed in stream
+                stream = self.passes.stream(
+                    plan, lambda: work.pending_at_first - work.written, self._turns.batch
                 )
+                copies = ((found.wanted, HostRows(found, table.spec, self.loss)) for found in stream)
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
                 for wanted, copy in one_behind(copies):
                     written = work.written
-                    copy.put(work.put, wanted, rows.what, numbers=rows.numbers(wanted))
+                    copy.put(work.put)
                     are_zero = are_zero and copy.are_zero()
-                    sums += [] if copy.sums is None else [copy.sums]
                     if work.written > written:
                         own_chunks.add(int(wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
                     if first:
                         first = False
-                        self.compare(turns, own_chunks)
+                        self._compare(own_chunks)
             if work.written < work.pending_at_first:  # others wrote the rest
-                self.compare(turns, own_chunks)
+                self._compare(own_chunks)
         if isinstance(rows, Rows) and are_zero and work.written:
             rows.may_be_zero = False
             text = (
                 f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {copy.why_zero}"
             )
             warnings.warn(text, UserWarning, stacklevel=2)
-        if self.modules is not None and sums:
-            is_lost = warn_of_lost_modules(np.sum(sums, axis=0), self.modules, copy.column, self.label)
-            self.told.extend([self.label] if is_lost else [])
+        self.loss.warn(table.spec.columns[0], self.label)
         return work.written
 
     def check(self, wanted: RowNumbers | None = None) -> None:
@@ -528,10 +536,10 @@ class RowWork:
         Raises:
             ManifestMismatchError: If a row differs; names the row and every quantity that differs.
         """
-        with self._turns() as turns:
-            self.compare(turns, (), wanted)
+        with self._turns:
+            self._compare((), wanted)
 
-    def compare(self, turns: Turns, own: Collection[int], wanted: RowNumbers | None = None) -> bool:
+    def _compare(self, own: Collection[int], wanted: RowNumbers | None = None) -> bool:
         """Compare a few done rows outside the chunks ``own``; return whether there were any."""
         if CAPTURED in self.table.spec.fingerprint:
             logger.info(
@@ -539,37 +547,32 @@ class RowWork:
             )
             return True
         table = self.table.table
-        stored = None if table is None else done_rows(table, wanted, without=frozenset(own))
+        stored = None if table is None else done_rows(table, wanted, without=own)
         if stored is not None:
-            self.compare_with(stored, turns)
+            self.compare_with(*stored)
         return stored is not None
 
-    def compare_with(self, stored: DoneRows, turns: Turns | None = None) -> None:
+    def compare_with(self, wanted: RowNumbers, stored: Values) -> None:
         """Recompute rows of the table and compare them with the stored ones; see :meth:`check`."""
         rows = self.passes.rows
-        plan = rows_in_batches(stored.rows, rows.batch_size)
-        batches = [batch for part in plan for _, batch in rows.batches([part])]
-        positions = [(group, index) for group, part in enumerate(plan) for index in range(len(part))]
+        rounding = 0.0
 
-        def computed(wanted: RowNumbers, batch: Batch) -> ComputedRows:
-            with contextlib.nullcontext() if turns is None else turns.batch():
-                return self.passes.compute(wanted, batch, is_compared=True)
+        def compute(wanted: RowNumbers, batch: Batch) -> Values:
+            nonlocal rounding
+            with self._turns.batch():
+                computed = self.passes.compute(wanted, batch, is_compared=True)
+            rounding = rounding_of(computed.computer.model, self.passes.device)
+            return computed.values()
 
-        def alone(index: int) -> tuple[RowNumbers, Batch]:
-            group, at = positions[index]
-            return stored.rows[index : index + 1], take_rows(batches[group], [at])
-
-        parts = [computed(*pair) for pair in zip(plan, batches, strict=True)]
-        rounding = rounding_of(parts[0].computer.model, self.passes.device)
-        differing = differences(
-            stored, joined(parts), lambda index: joined([computed(*alone(index))]), rounding
-        )
+        found, alone = recomputed(rows, wanted, compute)
+        columns = self.table.spec.columns
+        differing = differences(columns, stored, found, lambda index: compute(*alone(index)), rounding)
         if differing:
             index, quantities = next(iter(differing.items()))
             raise ManifestMismatchError(
-                f"{self.label}: row {rows.numbers(stored.rows)[index]} of {rows.what}, computed again, differs from "
+                f"{self.label}: row {rows.numbers(wanted)[index]} of {rows.what}, computed again, differs from "
                 f"the stored row: {', '.join(quantities)} (allowed rounding: {rounding:g}; {len(differing)} of "
-                f"{len(stored.rows)} recomputed rows differ). {self._cause(*alone(index))}"
+                f"{len(wanted)} recomputed rows differ). {self._cause(*alone(index))}"
             )
 
     def _cause(self, row: RowNumbers, sample: Batch) -> str:
@@ -593,6 +596,7 @@ class RowWork:
             f"{self.remedy}."
         )
 
+    @functools.cached_property
     def _turns(self) -> Turns:
         return Turns(self.ranks.lockstep, lambda: self.passes.compute(*self._first))
 
@@ -600,19 +604,6 @@ class RowWork:
     def _first(self) -> tuple[RowNumbers, Batch]:
         """A batch of one row, whose pass a rank without a batch runs."""
         return next(self.passes.rows.batches([np.arange(1)]))
-
-
-def joined(parts: Sequence[ComputedRows]) -> Computed:
-    """Return the results of some batches by column, without the rounding of storage."""
-    columns = {
-        FEATURES: [part.features for part in parts],
-        OUT_TO_LOSS: [part.terms.out_to_loss_grad for part in parts],
-        LOSS_CURVATURE: [part.terms.loss_curvature for part in parts],
-    }
-    values = {name: torch.cat(tensors).detach().cpu().double().numpy() for name, tensors in columns.items()}
-    more = {name: torch.cat([part.more[name] for part in parts]).cpu().numpy() for name in parts[0].more}
-    outputs = torch.cat([part.terms.output for part in parts]).detach().cpu().double().numpy()
-    return Computed({**values, **more}, outputs)
 
 
 def _in_storage_dtype(features: Tensor, column: Column) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,8 +28,8 @@ from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature
 from trak_lite.featurizing.kronecker.curvature import Preconditioner
 from trak_lite.featurizing.kronecker.fit import KroneckerFits
-from trak_lite.featurizing.row_checks import naming_rows
-from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, SampleRows, compute_features
+from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
+from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, compute_features
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -215,8 +215,7 @@ class FeaturizingSession:
         self._origins: dict[str, dict[str, Any]] = {}
         """Name and source of the checkpoints of the store, by weights digest."""
         self._is_first, self._is_announced = True, False
-        self._told: list[str] = []
-        """Labels of the tables with a warning of modules that storage loses."""
+        self._loss = LostModules(self.settings.modules)
         self.loaded: list[str] = []
         """Digests of the weights that :meth:`featurize` loaded, in order."""
         self._computer: AbstractGradientComputer | None = None
@@ -368,8 +367,8 @@ class FeaturizingSession:
             passes, spec = self._fit_pass(rows, settings.method.fisher_fit, 0)
         table = self.workspace.lazy_table("trial", spec)
         stream = passes.stream(plan, lambda: spec.num_rows)
-        for wanted, copied in one_behind((wanted, HostRows(computed, spec)) for wanted, computed in stream):
-            copied.put(table.put, wanted, rows.what)
+        for _, copied in one_behind((None, HostRows(computed, spec)) for computed in stream):
+            copied.put(table.put)
             yield
 
     def finish(self, rows: Rows) -> int:
@@ -619,8 +618,7 @@ class FeaturizingSession:
             *(table, passes, label),
             ranks=self.ranks,
             progress=self.run.progress,
-            modules=self.settings.modules,
-            told=self._told,
+            loss=self._loss,
         )
 
     def row_pass(

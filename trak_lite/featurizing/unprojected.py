@@ -5,10 +5,8 @@ Shapes: B samples of a batch, m targets, P gradient entries per sample.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import final
 
 from torch import Tensor
@@ -19,7 +17,6 @@ from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
 from trak_lite.featurizing.gradient_norms import GradientNorms
 from trak_lite.featurizing.kronecker.units import sample_slices
-from trak_lite.featurizing.row_checks import finite_numbers, refuse_non_finite
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.projectors import AbstractProjector, NoOpProjector
@@ -80,7 +77,8 @@ def gradients_of(
     """Return the gradients ``(len(wanted), P)`` of some rows in float32 or better, parameters in model order."""
     gradients: Tensor | None = None
     start = 0
-    for features, _ in _stream(passes, wanted, NoOpProjector(device=passes.device), label, progress):
+    whole = NoOpProjector(device=passes.device)
+    for features, _ in projected(passes, wanted, whole, label=label, progress=progress):
         features = precise(features)
         if gradients is None:
             gradients = features.new_empty(len(wanted), num_entries(parameters))
@@ -90,23 +88,15 @@ def gradients_of(
     return gradients
 
 
-def products_with(
-    projector: ProductProjector, passes: RowPass, wanted: RowNumbers, *, label: str, progress: bool | None
-) -> Iterator[tuple[Tensor, OutputTerms]]:
-    """Yield the products ``(B, m)`` of some rows' gradients with those of m targets, and f, q and w."""
-    return _stream(passes, wanted, projector, label, progress)
-
-
-def _stream(
-    passes: RowPass, wanted: RowNumbers, projector: AbstractProjector, label: str, progress: bool | None
+def projected(
+    passes: RowPass, wanted: RowNumbers, projector: AbstractProjector, *, label: str, progress: bool | None
 ) -> Iterator[tuple[Tensor, OutputTerms]]:
     """Yield the features and terms of every batch of some rows, with the checks of stored rows; nothing is stored."""
     passes = replace(passes, projector=projector)
     plan = rows_in_batches(wanted, passes.rows.batch_size)
-    num_left = accumulate(map(len, plan), operator.sub, initial=len(wanted))
+    num_left = iter(range(len(wanted), 0, -passes.rows.batch_size))
     with progress_bar(len(wanted), label=label, progress=progress) as bar:
-        for rows, computed in passes.stream(plan, num_left.__next__):
-            finite = finite_numbers(computed.features, computed.terms).cpu().numpy()
-            refuse_non_finite(finite, rows, passes.rows.what, computed.computer, computed.batch)
+        for computed in passes.stream(plan, num_left.__next__):
+            computed.refuse_non_finite(computed.finite().cpu().numpy())
             yield computed.features, computed.terms
-            bar.update(len(rows))
+            bar.update(len(computed.wanted))

@@ -466,9 +466,10 @@ def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
     stored = done_rows(table, np.array(chosen, np.int64) if chosen else None)
     if stored is None:
         return True, ""
+    done, values = stored
     made = workspace.store().attributes(path).get(_CONDITIONS)
     jobs, farthest = [], 0.0
-    for row, outputs in zip(stored.rows[: len(plan.seeds)].tolist(), stored.values[OUTPUTS], strict=False):
+    for row, outputs in zip(done[: len(plan.seeds)].tolist(), values[OUTPUTS], strict=False):
         outcome = compare(outputs, functools.partial(plan.again, row), _distance, exact=False)
         # Other processes, perhaps on other machines, may have trained the rows after the first. Conditions are those
         # after the repetition: the GPU is known when a training has used it.

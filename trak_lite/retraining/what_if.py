@@ -388,10 +388,10 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
             term = terms[index]
             passes = session.row_pass(rows, model_id_of(term.train))
             plan = [np.arange(i, min(i + rows.batch_size, count)) for i in range(0, count, rows.batch_size)]
-            for wanted, computed in passes.stream(plan, lambda: 0):
+            for computed in passes.stream(plan, lambda: 0):
                 features = computed.features if term.transform is None else term.transform(computed.features)
-                products[index, wanted] = (features.double() @ term.targets.double().T).cpu().numpy()
-                factors[index, wanted, 0] = computed.terms.out_to_loss_grad.double().cpu().numpy()
+                products[index, computed.wanted] = (features.double() @ term.targets.double().T).cpu().numpy()
+                factors[index, computed.wanted, 0] = computed.terms.out_to_loss_grad.double().cpu().numpy()
 
         train = dict(zip(digests, scores.source.train, strict=True))
         session.visit(train, visit, purpose="to score new labels")

@@ -25,7 +25,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StoreError
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
-from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, products_with, unit
+from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, projected, unit
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
@@ -317,7 +317,7 @@ class _Scorer:
                     self._convergence.setdefault(digest, []).append(solution.convergence)
             passes = session.row_pass(self.train, 0, normalization=normalization)
             projector = ProductProjector(by_name(solved, parameters), to_unit=to_unit)
-            parts = products_with(projector, passes, rows, label=f"Scoring, {label}", progress=progress)
+            parts = projected(passes, rows, projector, label=f"Scoring, {label}", progress=progress)
             done = 0
             for _, products, out_to_loss in copied_ahead(self._weighted(*part, weight) for part in parts):
                 stop = done + len(products)
