@@ -25,7 +25,7 @@ from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_ba
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import BORDERS, Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
-from trak_lite.featurizing.row_checks import LostModules, naming_rows
+from trak_lite.featurizing.row_checks import LostModules
 from trak_lite.featurizing.rows import HostRows, RowPass
 from trak_lite.featurizing.session import Run
 from trak_lite.gradient_computers import AbstractGradientComputer
@@ -291,12 +291,11 @@ class Capture:
 
     def _computer_for(self, batch: Batch, numbers: RowNumbers) -> tuple[AbstractGradientComputer, float]:
         """Return the gradient computer for a batch, and how many batches may follow with its plan."""
-        run, settings = self._run, self._run.settings
+        run = self._run
         computer, count = run.capturing
-        if computer is None and not settings.computer_is_chosen:
-            with naming_rows(run.model, settings.task, batch, numbers, self._rows.what):
-                computer = settings.choose_computer(batch)
-        computer, count = settings.computer() if computer is None else computer, count + 1
+        if computer is None:
+            computer = run.computer_for(batch, numbers, self._rows.what)
+        count += 1
         streams = isinstance(computer, AbstractStreamingComputer)  # others may hold copies of the weights
         if not streams or (count <= _SETTLED_AFTER and is_scheduled(count)):
             computer.confirm()

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
@@ -114,38 +114,30 @@ def naming_rows(
         UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
             batch.
     """
-    with _naming_undivided(batch), _naming_rows(model, task, batch, rows, what):
-        yield
-
-
-@contextmanager
-def _naming_rows(
-    model: nn.Module, task: AbstractModelOutput, batch: Batch, rows: RowNumbers, what: str
-) -> Iterator[None]:
     versions = {} if is_sharded(model) else parameter_versions(model)
-    try:
-        yield
-        refuse_changed_parameters(model, changed_parameters(model, versions))
-    except InvalidInputError:
-        refuse_the_row(model, task, batch, rows, what)
-        raise
-    except UnexpectedPathError as error:
-        raise type(error)(f"{error} The batch has rows {some_rows(rows)} of {what}.") from error
-    except (TrakLiteError, torch.OutOfMemoryError):
-        raise
-    except MODEL_FAILURES as error:
-        refuse_machine_failure(error)
-        leaves, _ = flatten_batch(batch)
-        shapes = ", ".join(
-            f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
-            for leaf in leaves
-        )
-        first = next(iter(str(error).splitlines()), "")
-        failed, advice = _failed(error, model, task)
-        raise InvalidInputError(
-            f"{failed} failed on a batch of {what} (rows {some_rows(rows)}) with tensors {shapes}: "
-            f"{type(error).__name__}: {first}. {advice}"
-        ) from error
+    with _naming_undivided(batch):
+        try:
+            yield
+            refuse_changed_parameters(model, changed_parameters(model, versions))
+        except InvalidInputError:
+            refuse_the_row(model, task, batch, rows, what)
+            raise
+        except UnexpectedPathError as error:
+            raise type(error)(f"{error} The batch has rows {some_rows(rows)} of {what}.") from error
+        except (TrakLiteError, torch.OutOfMemoryError):
+            raise
+        except MODEL_FAILURES as error:
+            refuse_machine_failure(error)
+            shapes = ", ".join(
+                f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} on {leaf.device}"
+                for leaf in flatten_batch(batch)[0]
+            )
+            first = next(iter(str(error).splitlines()), "")
+            failed, advice = _failed(error, model, task)
+            raise InvalidInputError(
+                f"{failed} failed on a batch of {what} (rows {some_rows(rows)}) with tensors {shapes}: "
+                f"{type(error).__name__}: {first}. {advice}"
+            ) from error
 
 
 def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> tuple[str, str]:

@@ -29,7 +29,6 @@ from trak_lite.data.batches import (
     is_same_batch,
     map_tensors,
     move_batch,
-    rows_in_batches,
     take_rows,
 )
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
@@ -70,7 +69,7 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.projectors._scratch import is_scratch
 from trak_lite.run.tables import CAPTURED, FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.store import Column, TableSpec
-from trak_lite.types import Batch, FeatureLayout, OutputTerms
+from trak_lite.types import Batch, OutputTerms
 
 logger = logging.getLogger(__name__)
 

@@ -159,6 +159,16 @@ class Run:
         """Return ``{"task": description}`` if the task of targets is not that of the train rows, else ``{}``."""
         return {"task": describe_task(self.target_task, self.model)} if self.question else {}
 
+    def computer_for(self, batch: Batch, rows: RowNumbers, what: str) -> AbstractGradientComputer:
+        """Return a gradient computer with the model's present weights. The first batch of all may decide ``"auto"``."""
+        settings = self.settings
+        if not settings.computer_is_chosen:
+            with naming_rows(self.model, settings.task, batch, rows, what):
+                return settings.choose_computer(batch)
+        computer = settings.computer()
+        computer.load_model_params(self.model)
+        return computer
+
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
         path = self.workspace.path
@@ -316,8 +326,8 @@ class FeaturizingSession:
                 table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
                 for stage in stages.values():
                     _copy_rows(self.store.open_table(stage), table)
-                passes = self.row_pass(rows, model_id, with_norms=table.has_column(GRADIENT_NORM))
-                written = self.work(table, passes, f"Featurizing {checkpoint.name}").fill(wait=wait)
+                work = self.work(table, self.row_pass(rows, model_id), f"Featurizing {checkpoint.name}")
+                written = work.fill(wait=wait)
             except ManifestMismatchError:
                 # Another process may just have used this model_id for another checkpoint. Then use a new one, because
                 # the projection depends on it.
@@ -328,8 +338,8 @@ class FeaturizingSession:
         for stage in filter(self.store.has_table, stages.values()):
             if self._found(path).complete:
                 self.store.drop_table(stage)
-        if settings.method.fisher_fit is not None:
-            fits = self._fisher_fits(settings.method)
+        fits = self._fisher_fits(settings.method)
+        if fits is not None:
             self._fit_fisher(fits, self._found(path), checkpoint.name, rows, wait=wait)
         if not self._is_featurized(self._found(path)):
             self._unfinished.append((checkpoint, path))
@@ -337,17 +347,15 @@ class FeaturizingSession:
 
     def _announce_fit(self, table: AbstractRowTable | None, rows: Rows) -> None:
         """Say how long the fit of a checkpoint takes, before its rows: the fit may take longer than they do."""
-        method = self.settings.method
-        if method.fisher_fit is None:
-            return
-        if table is not None:
-            if self._fisher_fits(method).has(table_path(table)):
+        fits, number = None, self.settings.num_fit_rows(len(rows))
+        if table is not None and (fits := self._fisher_fits(self.settings.method)) is not None:
+            if fits.has(table_path(table)):
                 return
             require_writable(self.store)
-        if not self._is_announced:
-            number, self._is_announced = self.settings.num_fit_rows(len(rows)), True
+        if number and not self._is_announced:
+            self._is_announced = True
             announce(
-                f"{len(rows):,} rows per checkpoint, and then the fit of {method.name}: {number:,} "
+                f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
                 f"gradients, {number / len(rows):.1f} times as many as rows.",
                 self.run.progress,
             )
@@ -362,11 +370,11 @@ class FeaturizingSession:
         digest, settings = self.load(checkpoint), self.settings
         adam = self._adam_states(settings.normalization)
         spec = settings.train_table(len(rows), settings.row_fingerprint(0, digest, adam))
-        passes = self.row_pass(rows, 0, with_norms=any(c.name == GRADIENT_NORM for c in spec.columns))
+        passes = self.row_pass(rows, 0)
         if of_fit and settings.method.fisher_fit is not None:
             passes, spec = self._fit_pass(rows, settings.method.fisher_fit, 0)
         table = self.workspace.lazy_table("trial", spec)
-        stream = passes.stream(plan, lambda: spec.num_rows)
+        stream = self.work(table, passes, "trial").passes.stream(plan, lambda: spec.num_rows)
         for _, copied in one_behind((None, HostRows(computed, spec)) for computed in stream):
             copied.put(table.put)
             yield
@@ -400,14 +408,13 @@ class FeaturizingSession:
         return written
 
     def _is_featurized(self, table: AbstractRowTable) -> bool:
-        method, path = self.settings.method, table_path(table)
-        return table.complete and (method.fisher_fit is None or self._fisher_fits(method).has(path))
+        fits = self._fisher_fits(self.settings.method)
+        return table.complete and (fits is None or fits.has(table_path(table)))
 
     def _is_left_alone(self, table: AbstractRowTable) -> bool:
         """Return whether a checkpoint has unfinished work that no process holds."""
-        method, path = self.settings.method, table_path(table)
-        is_fit = method.fisher_fit is not None
-        return has_free_rows(table) or (is_fit and self._fisher_fits(method).is_left_alone(path))
+        fits = self._fisher_fits(self.settings.method)
+        return has_free_rows(table) or (fits is not None and fits.is_left_alone(table_path(table)))
 
     def _found(self, path: str) -> AbstractRowTable:
         table = self.workspace.table(path)
@@ -420,17 +427,19 @@ class FeaturizingSession:
 
     # ---------------------------------------------------------------- fits
 
-    def _fisher_fits(self, method: AbstractMethod) -> FisherFits:
-        return FisherFits(self.store, method.fisher_fit, self.settings.layout)
+    def _fisher_fits(self, method: AbstractMethod) -> FisherFits | None:
+        """Return the fits of a method, if it needs one before scoring."""
+        fisher = method.fisher_fit
+        return None if fisher is None else FisherFits(self.store, fisher, self.settings.layout)
 
     def fit(self, method: AbstractMethod, train: TrainTables) -> None:
         """Fit the method's kernel for each of these checkpoints, if the method needs a fit before scoring.
 
         The curvature of :class:`~trak_lite.methods.EKFAC` is fitted when targets are featurized instead.
         """
-        if method.fisher_fit is None:
-            return
         fits = self._fisher_fits(method)
+        if fits is None:
+            return
         waiting = {
             digest: table for digest, table in train.items() if not self.agreed(fits.has(table_path(table)))
         }
@@ -606,16 +615,17 @@ class FeaturizingSession:
         if self._train is None or len(self._train) != table.spec.num_rows:
             return
         lazy = LazyTable(table.spec, table, lambda: table)
-        passes = self.row_pass(self._train, model_id_of(table), with_norms=lazy.has_column(GRADIENT_NORM))
         held = self._train.held if isinstance(self._train, HeldRows) else None
-        self.work(lazy, passes, table_path(table)).check(held)
+        self.work(lazy, self.row_pass(self._train, model_id_of(table)), table_path(table)).check(held)
 
     # ---------------------------------------------------------------- passes
 
     def work(self, table: LazyTable, passes: RowPass, label: str) -> RowWork:
         """Return the work to fill a table, together with the ranks of the session."""
         return RowWork(
-            *(table, passes, label),
+            table,
+            replace(passes, with_norms=table.has_column(GRADIENT_NORM)),
+            label,
             ranks=self.ranks,
             progress=self.run.progress,
             loss=self._loss,
@@ -628,7 +638,6 @@ class FeaturizingSession:
         *,
         projector: AbstractProjector | None = None,
         normalization: Normalization | None = None,
-        with_norms: bool = False,
     ) -> RowPass:
         """Return a pass of the loaded checkpoint over some rows, by default computed as train rows are."""
         settings = self.settings
@@ -641,7 +650,6 @@ class FeaturizingSession:
             device=settings.device,
             normalization=normalization,
             adam=self._adam_states(normalization),
-            with_norms=with_norms,
         )
 
     def features(self, batch: Batch, rows: RowNumbers, *, model_id: int, what: str) -> Tensor:
@@ -665,14 +673,9 @@ class FeaturizingSession:
         return self._adam if normalization.reads_optimizer else None
 
     def _computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
-        """Return the gradient computer of the loaded checkpoint. The first batch of all may decide ``"auto"``."""
-        settings = self.settings
-        if self._computer is None and not settings.computer_is_chosen:
-            with naming_rows(self.model, settings.task, batch, rows, what):
-                self._computer = settings.choose_computer(batch)
-        elif self._computer is None:
-            self._computer = settings.computer()
-            self._computer.load_model_params(self.model)
+        """Return the gradient computer of the loaded checkpoint."""
+        if self._computer is None:
+            self._computer = self.run.computer_for(batch, rows, what)
         if self.run.computers is not None:
             self.run.computers[self._digest] = self._computer
         return self._computer

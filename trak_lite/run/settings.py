@@ -114,7 +114,6 @@ class AttributorSettings:
         self._known_computer: tuple[str, str] | None = None
         """Name of the gradient computer that the store records, which ``"auto"`` tries first, and the reason."""
         self._is_own_computer = computer_name is None
-        self._asked: AbstractGradientComputer | None = None
         self._products = _decide_products(float32_products, gradient_computer)
         self.normalization = as_normalization(normalize)
         if self.normalization.reads_optimizer:
@@ -240,17 +239,18 @@ class AttributorSettings:
     @property
     def _is_normalised(self) -> bool:
         """Whether rows are divided by their norms, by these settings or by a custom gradient computer."""
-        return "normalization" in self._computed()[1] or self.normalization.kind not in ("none", "adam")
+        return "normalization" in self._computed[1] or self.normalization.kind not in ("none", "adam")
 
+    @cached_property
     def _computed(self) -> tuple[Float32Products, dict[str, Any]]:
         """Return how gradient computers compute float32 products, and their fingerprint.
 
-        Only a custom one is made to be asked, once. It may have other products than the settings.
+        Only a custom one is made to be asked. It may have other products than the settings.
         """
         if not self._is_own_computer:
             return self._products, products_fingerprint(self._products)
-        self._asked = self._asked or self.computer()
-        return self._asked.float32_products, self._asked.fingerprint()
+        computer = self.computer()
+        return computer.float32_products, computer.fingerprint()
 
     def _fisher_task(self) -> AbstractModelOutput:
         if self._is_normalised:
@@ -291,7 +291,7 @@ class AttributorSettings:
 
     def manifest(self, dataset: Mapping[str, Any] | None) -> Manifest:
         """Return the manifest of these settings; without a dataset, its fingerprint has no ``dataset`` entry."""
-        products, computed = self._computed()
+        products, computed = self._computed
         normalized = self.normalization.fingerprint()
         if computed.keys() & normalized.keys():
             raise InvalidInputError(
