@@ -114,7 +114,9 @@ def our_scores(
 ) -> Tensor:
     """Return the scores ``(N, M)``: stored train rows times targets multiplied by the inverse curvature."""
     rows, q = features(model, *data, projector)
-    preconditioned = PreconditionedProjector(projector, Preconditioner(curvature, damping=damping))
+    preconditioned = PreconditionedProjector(
+        projector, Preconditioner(curvature, damping=damping).accumulator
+    )
     return q[:, None] * (rows @ features(model, *targets, preconditioned)[0].T)
 
 

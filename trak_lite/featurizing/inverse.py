@@ -69,7 +69,7 @@ class InverseCurvature:
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`. Some methods need the gradients of a whole batch."""
+        """Return a new accumulator; see :class:`Preconditioner`. Some methods need the gradients of a whole batch."""
         if not self.method.reads_rows:
             return self.preconditioner.accumulator(
                 projector, num_samples, model_id=model_id, parameters=parameters
@@ -94,7 +94,9 @@ class InverseCurvature:
         """Return gradients multiplied by the inverse of the EK-FAC, or by its square root; see ``preconditioner``."""
         whole = NoOpProjector(device=gradients.device)
         named = by_name(gradients, self.parameters)
-        return Solution(PreconditionedProjector(whole, self.preconditioner).project(named, 0), None)
+        return Solution(
+            PreconditionedProjector(whole, self.preconditioner.accumulator).project(named, 0), None
+        )
 
     def with_samples(self, method: EKFAC, gradients: Tensor) -> Solution:
         """Return target gradients multiplied by the inverse of a mixture of the EK-FAC and of sampled gradients.

@@ -108,11 +108,7 @@ def naming_rows(
     """Name the dataset's row in an error about a sample, and the tensors in an error of the model or the task.
 
     The model and the task run inside the block on a batch, whose samples are ``rows`` ``(B,)`` of the dataset ``what``.
-
-    Raises:
-        InvalidInputError: If the model or the task raises an error, which becomes the cause.
-        UnsupportedModelError: If the block changes parameters of the model, or hooks refuse the operations of the
-            batch.
+    It must not change parameters of the model.
     """
     versions = {} if is_sharded(model) else parameter_versions(model)
     with _naming_undivided(batch):
@@ -346,8 +342,7 @@ def compared_terms(
 ) -> NDArray[np.float64]:
     """Return f, q and w of a few train rows, with a ``seed`` also for labels drawn from the model, ``(3 or 6, n)``.
 
-    Raises:
-        ManifestMismatchError: If they differ from the ``stored`` ones, which were noted when a fit began.
+    Raises if they differ from the ``stored`` ones, which were noted when a fit began.
     """
 
     def terms(numbers: RowNumbers, batch: Batch) -> Values:

@@ -112,15 +112,11 @@ def compute_features(
     normalizer: RowNormalizer | None = None,
     to_come: float | None = None,
 ) -> tuple[Tensor, OutputTerms, Tensor | None]:
-    """Return the feature rows of a batch of B samples, its f, q and w, and the norms of its gradients.
+    """Return the feature rows ``(B, K)`` of a batch in float32 or better, its f, q and w, and the gradients' norms.
 
-    The computer's gradient blocks are projected, and normalised if there is a ``normalizer``, which measures the norms
-    in the same pass. ``rows`` ``(B,)`` of the dataset ``what`` are for messages. ``to_come`` is the number of batches
-    that will follow, if it is known; after the last one, call ``computer.confirm()``.
-
-    Returns:
-        Features ``(B, K)`` in float32 or better; terms of shape ``(B,)``, which are never normalised; and the norms
-        ``(B,)`` of the gradients before normalisation, ``None`` without a normalizer.
+    A ``normalizer`` normalises the features, and measures the norms ``(B,)`` before it does so. ``rows`` ``(B,)`` of
+    the dataset ``what`` are for messages. ``to_come`` is the number of batches that will follow, if it is known; after
+    the last one, call ``computer.confirm()``.
     """
     computer.name_rows(f"{what} (model id {model_id})", rows)
     device = next(computer.model.parameters()).device
@@ -174,12 +170,7 @@ class ComputedRows:
         return torch.stack([*(term.isfinite().to(features.device) for term in self.terms), finite])
 
     def refuse_non_finite(self, finite: NDArray[np.bool_]) -> None:
-        """Raise the most specific error if any number is NaN or infinite, by what :meth:`finite` returned.
-
-        Raises:
-            InvalidInputError: If the output function itself refuses a sample (a label out of range).
-            NonFiniteError: Otherwise; names the rows.
-        """
+        """Raise the most specific error if any number is NaN or infinite, by what :meth:`finite` returned."""
         if finite.all():
             return
         positions = np.flatnonzero(~finite.all(axis=0)).tolist()
@@ -263,8 +254,7 @@ class RowPass:
     ) -> Iterator[ComputedRows]:
         """Yield the results of every batch of the plan, in order.
 
-        ``num_left`` returns the number of rows that are not done, asked before each batch; ``turn`` the context of a
-        pass.
+        Before each batch ``num_left`` returns the number of rows that are not done, ``turn`` the context of the pass.
         """
         computed: ComputedRows | None = None
         complete = False
@@ -412,19 +402,8 @@ class HostRows:
         """Return whether all features are zero, after :meth:`put`."""
         return not self._copy.arrays()[self._names.index(FEATURES) - len(self._names)].any()
 
-    @property
-    def why_zero(self) -> str:
-        """A sentence on what zero features say of f, and what to look at."""
-        return _COMPARED if self._found.computer.compares_samples else _ZERO
-
     def put(self, write: Callable[[RowNumbers, Values], None]) -> None:
-        """Wait for the columns, check them, and write them to a table.
-
-        Raises:
-            NonFiniteError: If f, q, w, a feature or a further value is NaN or infinite; names the rows.
-            PrecisionError: If the table's dtype cannot hold a row; names the rows.
-            BusyError: If another run writes the same rows.
-        """
+        """Wait for the columns, check them, and write them to a table."""
         numbers, what = self._found.numbers, self._found.what
         finite, norms, lost, measured, *columns = self._copy.arrays()
         self._found.refuse_non_finite(finite)
@@ -504,14 +483,14 @@ class RowWork:
                 stream = self.passes.stream(
                     plan, lambda: work.pending_at_first - work.written, self._turns.batch
                 )
-                copies = ((found.wanted, HostRows(found, table.spec, self.loss)) for found in stream)
+                copies = ((found, HostRows(found, table.spec, self.loss)) for found in stream)
                 # On an accelerator a batch is written when the next one is under way, so that the device has work.
-                for wanted, copy in one_behind(copies):
+                for found, copy in one_behind(copies):
                     written = work.written
                     copy.put(work.put)
                     are_zero = are_zero and copy.are_zero()
                     if work.written > written:
-                        own_chunks.add(int(wanted[0]) // table.spec.chunk_rows)
+                        own_chunks.add(int(found.wanted[0]) // table.spec.chunk_rows)
                     # Another process may have made the table meanwhile, with other data or another model.
                     if first:
                         first = False
@@ -520,9 +499,8 @@ class RowWork:
                 self._compare(own_chunks)
         if isinstance(rows, Rows) and are_zero and work.written:
             rows.may_be_zero = False
-            text = (
-                f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {copy.why_zero}"
-            )
+            why = _COMPARED if found.computer.compares_samples else _ZERO
+            text = f"{self.label}: all {work.written:,} computed rows of {rows.what} are zero. {why}"
             warnings.warn(text, UserWarning, stacklevel=2)
         self.loss.warn(table.spec.columns[0], self.label)
         return work.written
@@ -531,9 +509,6 @@ class RowWork:
         """Recompute a few done rows of the table, or those ``wanted``, and compare them within rounding.
 
         The cost is one pass over at most eight samples. :meth:`fill` does this itself.
-
-        Raises:
-            ManifestMismatchError: If a row differs; names the row and every quantity that differs.
         """
         with self._turns:
             self._compare((), wanted)

@@ -119,11 +119,7 @@ class Run:
         return rows
 
     def asking(self, task: Task | None) -> Run:
-        """Return this run with another task for targets; ``None`` returns this run.
-
-        Raises:
-            UnknownTaskError: If the task is unknown.
-        """
+        """Return this run with another task for targets; ``None`` returns this run."""
         if task is None:
             return self
         asked = copy.copy(self)
@@ -170,7 +166,7 @@ class Run:
         return computer
 
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
-        """Return the context of a call of all ranks. With a store in memory, each rank works alone."""
+        """Return the context of a call of all ranks; with a store in memory, of each rank alone."""
         path = self.workspace.path
         return joined_ranks(f"{call} ({path})", distributed=False if path is None else self.distributed)
 
@@ -183,14 +179,10 @@ class Run:
         appended_to: FirstRows | None = None,
         train: Rows | HeldRows | None = None,
     ) -> Iterator[FeaturizingSession]:
-        """Open the store for writing and borrow the model, inside the block.
+        """Open the store for writing and borrow the model, inside the block; see :meth:`Workspace.open`.
 
-        Args:
-            dataset: JSON values that identify the train data; ``None`` uses those of the store.
-            ranks: The ranks that make the same call.
-            appended_to: See :meth:`~trak_lite.run.workspace.Workspace.open`.
-            train: The train rows or a few of them, if available. For every loaded checkpoint, a few stored rows are
-                computed again and compared.
+        ``dataset`` are JSON values that identify the train data; ``None`` uses those of the store. With ``train``, the
+        train rows or some, a few stored rows of every loaded checkpoint are computed again and compared.
         """
         manifest = self.settings.manifest(dataset)
         try:
@@ -236,7 +228,7 @@ class FeaturizingSession:
 
     @property
     def store(self) -> AbstractFeatureStore:
-        """The open store; see :meth:`Workspace.store`."""
+        """The open store."""
         return self.workspace.store()
 
     def agreed(self, flag: bool) -> bool:
@@ -561,10 +553,8 @@ class FeaturizingSession:
     ) -> None:
         """Load checkpoints of the store one by one and call ``visit`` with the digest and the name of each.
 
-        Each takes so many ``units`` of progress; 0 if that is not known.
-
-        Raises:
-            StateError: If the weights of a checkpoint cannot be found; the message contains ``purpose``.
+        Each takes so many ``units`` of progress; 0 if that is not known. The error for weights that are not found names
+        the ``purpose``.
         """
         waiting = set(train)
 

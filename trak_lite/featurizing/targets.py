@@ -9,9 +9,9 @@ from typing import Any, final
 
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
-from trak_lite.featurizing.kronecker.curvature import Inverse, PreconditionedProjector
+from trak_lite.featurizing.kronecker.curvature import PreconditionedProjector
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
-from trak_lite.methods import AbstractInverseMethod, AbstractMethod
+from trak_lite.methods import AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import (
     complete_tables,
@@ -130,20 +130,19 @@ class TargetSet:
         """
         self.visited.add(digest)
         session, method, table = self.session, self.method, train[digest]
-        inverse: Inverse | None = None
-        solver: AbstractInverseMethod | None = method.inverse
+        settings, model_id = session.settings, model_id_of(table)
+        projector, solver = None, method.inverse
         if solver is not None:
             if self._is_there(table) and (
                 solver.reads_rows or not session.kronecker_fits(solver).has(digest)
             ):
                 return
             inverse = session.inverse(digest, label, solver)
-        settings, model_id = session.settings, model_id_of(table)
-        projector = None if inverse is None else PreconditionedProjector(settings.projector, inverse)
+            projector = PreconditionedProjector(settings.projector, inverse.accumulator)
         normalization = settings.normalization.of_targets()
         passes = session.row_pass(self.rows, model_id, projector=projector, normalization=normalization)
         identity = {**settings.row_fingerprint(model_id, digest, passes.adam), "targets": self.identity}
-        spec = settings.target_table(len(self.rows), identity, preconditioned=inverse is not None)
+        spec = settings.target_table(len(self.rows), identity, preconditioned=projector is not None)
         path = target_table_path(self.name, method, table)
         lazy_table = session.workspace.lazy_table(path, spec)
         session.work(lazy_table, passes, f"Targets {self.name!r}, {label}").fill()

@@ -10,7 +10,7 @@ Shapes: b samples, T positions, a unit's matrix ``(rows, width)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias, final
 
@@ -239,15 +239,6 @@ class UnitArrays:
         return torch.from_numpy(np.array(array)).to(device)
 
 
-class Inverse(Protocol):
-    """Multiplies gradients by the inverse of a curvature before they are projected."""
-
-    def accumulator(
-        self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator of the features of one batch; see :meth:`AbstractProjector.accumulator`."""
-
-
 @final
 class Preconditioner:
     """Multiplies gradients by the inverse of a damped curvature, or by the square root of the inverse."""
@@ -284,7 +275,7 @@ class Preconditioner:
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
-        """Return a new accumulator; see :class:`Inverse`. Raises if the curvature lacks a parameter."""
+        """Return a new accumulator of features of gradients times the inverse; raises if it lacks a parameter."""
         unknown = [name for name in parameters if name not in self.lambdas]
         if unknown:
             raise InvalidInputError(
@@ -341,19 +332,20 @@ class PreconditionedProjector(AbstractProjector):
     estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
     """
 
-    def __init__(self, projector: AbstractProjector, inverse: Inverse) -> None:
+    def __init__(
+        self, projector: AbstractProjector, accumulator: Callable[..., AbstractFeatureAccumulator]
+    ) -> None:
+        """Take what returns accumulators of features of gradients times an inverse, for the projector."""
         super().__init__(
             projector.grad_dim, projector.proj_dim, projector.seed, projector.proj_type, projector.device
         )
-        self._projector, self._inverse = projector, inverse
+        self._projector, self._accumulator = projector, accumulator
 
     def accumulator(
         self, num_samples: int, *, model_id: int, parameters: ParameterShapes
     ) -> AbstractFeatureAccumulator:
         """Return a new accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
-        return self._inverse.accumulator(
-            self._projector, num_samples, model_id=model_id, parameters=parameters
-        )
+        return self._accumulator(self._projector, num_samples, model_id=model_id, parameters=parameters)
 
     def layout(self, parameters: ParameterShapes) -> FeatureLayout:
         """Return the layout of the inner projector."""
