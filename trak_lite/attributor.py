@@ -241,9 +241,8 @@ class Attributor:
         if overrides.get("grad_wrt") is None and isinstance(model, nn.Module):
             model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
             if missing := [name for name in arguments["grad_wrt"] if name not in model_names]:
-                wrapped = [
-                    name for name in model_names if name.endswith(f".{missing[0]}")
-                ]  # DDP, torch.compile
+                # By DDP, torch.compile.
+                wrapped = [name for name in model_names if name.endswith(f".{missing[0]}")]
                 has = f" (it has {min(wrapped)!r})" if wrapped else ""
                 raise ManifestMismatchError(
                     f"The rows are of another model: {location} has gradients of {len(missing)} parameters that this "
@@ -350,7 +349,7 @@ class Attributor:
             checkpoint_iter = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
             each = zip(checkpoint_iter, repeat(True)) if once else marking_last(checkpoint_iter)
-            count = None if once else count_checkpoints(checkpoints, checkpoint_loader)
+            count = count_checkpoints(checkpoints, checkpoint_loader)
             with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
                 for checkpoint, wait in stages.each(each):
                     written += session.featurize(checkpoint, rows, wait=wait)
@@ -464,9 +463,7 @@ class Attributor:
             >>> plan.disk["rows"], plan.settings["gradients"]
             (2400, 'hook (every kept parameter is covered)')
         """
-        count = (
-            None if isinstance(checkpoints, Iterator) else count_checkpoints(checkpoints, checkpoint_loader)
-        )
+        count = count_checkpoints(checkpoints, checkpoint_loader)
         if not count:
             raise InvalidInputError(
                 "plan counts the checkpoints, and these would have to be made for it. Pass a list, a folder, or one."

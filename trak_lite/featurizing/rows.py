@@ -185,16 +185,15 @@ class ComputedRows:
             "precision, run it in float32."
         )
 
+    def beside(self) -> dict[str, Tensor]:
+        """Return the values of all columns but the features, ``(B,)`` each."""
+        terms = self.terms
+        return {OUT_TO_LOSS: terms.out_to_loss_grad, LOSS_CURVATURE: terms.loss_curvature, **self.more}
+
     def values(self) -> Values:
         """Return the results by column, and f as ``output``, without the rounding of storage."""
-        columns = {
-            FEATURES: self.features,
-            OUT_TO_LOSS: self.terms.out_to_loss_grad,
-            LOSS_CURVATURE: self.terms.loss_curvature,
-            "output": self.terms.output,
-        }
-        values = {name: tensor.detach().cpu().double().numpy() for name, tensor in columns.items()}
-        return {**values, **{name: tensor.cpu().numpy() for name, tensor in self.more.items()}}
+        columns = {FEATURES: self.features, "output": self.terms.output, **self.beside()}
+        return {name: tensor.detach().cpu().double().numpy() for name, tensor in columns.items()}
 
 
 @final
@@ -382,15 +381,10 @@ class HostRows:
 
     def __init__(self, found: ComputedRows, spec: TableSpec, loss: LostModules | None = None) -> None:
         self._found, self._loss = found, LostModules() if loss is None else loss
-        features, terms = found.features, found.terms
+        features = found.features
         self._column = spec.columns[0]
         stored, norms, lost = _in_storage_dtype(features, self._column)
-        tensors = {
-            FEATURES: stored,
-            OUT_TO_LOSS: terms.out_to_loss_grad.float(),
-            LOSS_CURVATURE: terms.loss_curvature.float(),
-            **found.more,
-        }
+        tensors = {FEATURES: stored, **{name: values.float() for name, values in found.beside().items()}}
         columns = {column.name: tensors[column.name] for column in spec.columns}
         self._names = tuple(columns)
         measured = features[: self._loss.num_measured].float()

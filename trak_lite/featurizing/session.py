@@ -64,6 +64,7 @@ from trak_lite.run.tables import (
 )
 from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
+from trak_lite.store._exchange import take_missing
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
@@ -216,7 +217,7 @@ class FeaturizingSession:
         """Checkpoints and the paths of their tables."""
         self._origins: dict[str, dict[str, Any]] = {}
         """Name and source of the checkpoints of the store, by weights digest."""
-        self._is_first, self._is_announced = True, False
+        self._is_announced = False
         self._loss = LostModules(self.settings.modules)
         self.loaded: list[str] = []
         """Digests of the weights that :meth:`featurize` loaded, in order."""
@@ -241,14 +242,13 @@ class FeaturizingSession:
         Without ``wait``, or if earlier checkpoints are unfinished, chunks that other processes hold are left to
         :meth:`finish`.
         """
-        digest = self.load(checkpoint)
+        digest, is_first = self.load(checkpoint), not self.loaded
         self.loaded.append(digest)
-        if self._is_first and isinstance(rows.dataset, Documents) and rows.dataset.check:
+        if is_first and isinstance(rows.dataset, Documents) and rows.dataset.check:
             require_separate_documents(self.model, rows.dataset, self.settings.device)
         # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
-        self.ranks.agree(what, digest, wait=self._is_first)
-        self._is_first = False
+        self.ranks.agree(what, digest, wait=is_first)
         train_tables = checkpoint_tables(self.store) if self.workspace.exists else {}
         self.run.featurized.add(digest)
         self.refuse_replaced(
@@ -317,7 +317,7 @@ class FeaturizingSession:
             try:
                 table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
                 for stage in stages.values():
-                    _copy_rows(self.store.open_table(stage), table)
+                    take_missing(table.created(), self.store.open_table(stage))
                 work = self.work(table, self.row_pass(rows, model_id), f"Featurizing {checkpoint.name}")
                 written = work.fill(wait=wait)
             except ManifestMismatchError:
@@ -477,8 +477,8 @@ class FeaturizingSession:
     def kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         """Return the fits of the EK-FAC of a method."""
         settings = self.settings
-        fitted = method.ekfac.fitted_to(settings.task)
-        return KroneckerFits(self.store, self.model, list(settings.parameters), fitted, settings.task)
+        fitted, names = method.ekfac.fitted_to(settings.task), list(settings.parameters)
+        return KroneckerFits(self.store, self.model, names, fitted, settings.task, settings.device)
 
     def inverse(
         self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
@@ -488,21 +488,22 @@ class FeaturizingSession:
         ``rows`` are the train rows; ``None`` uses those of the last ``featurize``, if they are needed.
         """
         fits, need = self.kronecker_fits(method), f"{method.name} has to be fitted to"
-        settings, device, progress = self.settings, self.settings.device, self.run.progress
+        settings = self.settings
         if not fits.has(digest):
             refuse_sharded(
                 self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
             )
             rows = self.train_rows(need) if rows is None else rows
-            fits.fit(digest, rows, device, label=f"Fitting the curvature of {label}", progress=progress)
+            fits.fit(digest, rows, label=f"Fitting the curvature of {label}", progress=self.run.progress)
         else:
             train = self.run.train if rows is None else rows
             # Another process may have appended rows.
             if train is not None and len(train) == num_train_rows(self.store.manifest):
-                fits.check(digest, train, device, label=f"The curvature of {label}")
-        curvature = fits.curvature(digest, device)
+                fits.check(digest, train, label=f"The curvature of {label}")
         share, absolute = method.kronecker_share, method.absolute
-        preconditioner = Preconditioner(curvature, damping=method.damping, absolute=absolute, share=share)
+        preconditioner = Preconditioner(
+            fits.curvature(digest), damping=method.damping, absolute=absolute, share=share
+        )
         products = None
         if method.reads_rows:
             products = CurvatureProducts(
@@ -512,7 +513,7 @@ class FeaturizingSession:
                 settings.parameters,
                 draws=method.product_draws,
                 seed=method.ekfac.seed,
-                device=device,
+                device=settings.device,
             )
         return InverseCurvature(method, preconditioner, products, label, settings.parameters)
 
@@ -684,17 +685,6 @@ def _capture_of(checkpoint: Checkpoint, table: AbstractRowTable | None) -> str |
             f"drop_checkpoint({path!r}) and end the capture again with resume=True."
         )
     return stored
-
-
-def _copy_rows(stage: AbstractRowTable, table: LazyTable) -> None:
-    """Copy the rows of a capture that are missing in the table of its checkpoint."""
-    missing = np.zeros(table.spec.num_rows, dtype=bool)
-    missing[table.pending()] = True
-    for chunk in range(stage.num_chunks):
-        rows, values = stage.read_done(chunk)
-        wanted = missing[rows]
-        if wanted.any():
-            table.put(rows[wanted], {name: column[wanted] for name, column in values.items()})
 
 
 def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:

@@ -31,14 +31,7 @@ def unit(rows: Tensor, squared_norms: Tensor) -> Tensor:
 
 @final
 class ProductProjector(AbstractProjector):
-    """A projector whose features are the inner products of a gradient with given gradients of targets.
-
-    Example:
-        >>> import torch
-        >>> projector = ProductProjector({"weight": torch.tensor([[1.0, 2.0]])})
-        >>> projector.project({"weight": torch.tensor([[3.0, 1.0]])}, model_id=0)
-        tensor([[5.]])
-    """
+    """A projector whose features are the inner products of a gradient with given gradients of targets."""
 
     def __init__(self, targets: Mapping[str, Tensor], *, to_unit: bool = False) -> None:
         """Take the gradients of m targets by parameter name, ``(m, *shape)`` in float32 or float64.

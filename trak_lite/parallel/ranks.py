@@ -53,12 +53,7 @@ _calls = 0
 
 
 class Ranks:
-    """The processes that make a call together, from the point of view of one of them. This class is a single process.
-
-    Example:
-        >>> Ranks().merged(3, max)
-        3
-    """
+    """The processes that make a call together, from the point of view of one of them; this class is one alone."""
 
     rank: int = 0
     """Number of this process."""

@@ -62,11 +62,6 @@ class Patience:
 
     A process that was stopped, or hangs on a dead device, holds its lock forever. It cannot be detected
     automatically, so the warning asks the user to end it.
-
-    Example:
-        >>> patience = Patience(sleep=lambda seconds: None)
-        >>> for _ in range(3):
-        ...     patience.wait("for chunk 3", lambda: "pid 7 on host a holds it.")
     """
 
     def __init__(self, sleep: Callable[[float], None] | None = None) -> None:
@@ -153,14 +148,15 @@ class LazyTable:
         return any(column.name == name for column in self.spec.columns)
 
     def claim(self, chunk: int) -> AbstractContextManager[NDArray[np.int64]]:
-        """Claim a chunk. Creates the table if it does not exist. See :meth:`AbstractRowTable.claim`."""
-        return self._created().claim(chunk)
+        """Claim a chunk of the table, which is created if it does not exist."""
+        return self.created().claim(chunk)
 
     def put(self, rows: NDArray[np.int64], values: Mapping[str, NDArray[Any]]) -> None:
-        """Write rows. Creates the table if it does not exist. See :meth:`AbstractRowTable.put`."""
-        self._created().put(rows, values)
+        """Write rows to the table, which is created if it does not exist."""
+        self.created().put(rows, values)
 
-    def _created(self) -> AbstractRowTable:
+    def created(self) -> AbstractRowTable:
+        """Return the table; create it if it does not exist."""
         if self.table is None:
             self.table = self.create()
         return self.table
@@ -172,21 +168,6 @@ class SharedRows:
 
     A process starts with the first chunk. If a chunk is held by another process, it continues at a random chunk, so
     that processes spread out over the table.
-
-    Example:
-        >>> from trak_lite.store import Column, Manifest, MemoryFeatureStore
-        >>> spec = TableSpec(5, (Column("q", None, "float32"),), chunk_rows=4)
-        >>> table = MemoryFeatureStore(Manifest({})).create_table("ckpt-0", spec)
-        >>> with SharedRows(table, 3, label="rows", progress=False) as work:
-        ...     for batches in work.rounds():
-        ...         for rows in batches:
-        ...             print(rows.tolist())
-        ...             work.put(rows, {"q": np.ones(len(rows))})
-        [0, 1, 2]
-        [3]
-        [4]
-        >>> work.written, table.complete
-        (5, True)
     """
 
     def __init__(

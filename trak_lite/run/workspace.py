@@ -247,22 +247,19 @@ class Workspace:
         try:
             compare_fingerprints(compared, fingerprint, where=self.name, **remedy)
         except ManifestMismatchError as error:
-            cause = _cause(differing)
-            cause = cause or _other_settings(stored, manifest)
-            error = ManifestMismatchError(f"{cause}{error}")
-            are_others = any(key.startswith("dataset.") for key in differing)
-            if are_others and "dataset.num_rows" not in differing:
-                raise ManifestMismatchError(
-                    f"{error} If the samples change from one access to the next (augmentation, noise, a random mask), "
-                    "switch the randomness off, or seed it with the index of the row. If it is the same data with "
-                    "other bytes on another machine (another decoder), pass Rows(data, name=...) at every call."
-                ) from None
-            longer = 0 < num_train_rows(stored) < num_train_rows(manifest)
-            if longer and "indices" in fingerprint["dataset"]:  # only the Attributor can append rows
-                raise ManifestMismatchError(
-                    f"{error} If rows were appended to the same data, pass append=True."
-                ) from None
-            raise error from None
+            hint = ""
+            if "dataset.num_rows" in differing:
+                longer = 0 < num_train_rows(stored) < num_train_rows(manifest)
+                if longer and "indices" in fingerprint["dataset"]:  # only the Attributor can append rows
+                    hint = " If rows were appended to the same data, pass append=True."
+            elif any(key.startswith("dataset.") for key in differing):
+                hint = (
+                    " If the samples change from one access to the next (augmentation, noise, a random mask), switch "
+                    "the randomness off, or seed it with the index of the row. If it is the same data with other bytes "
+                    "on another machine (another decoder), pass Rows(data, name=...) at every call."
+                )
+            cause = _cause(differing) or _other_settings(stored, manifest)
+            raise ManifestMismatchError(f"{cause}{error}{hint}") from None
 
 
 def _cause(differing: Mapping[str, Sequence[Any]]) -> str:

@@ -250,35 +250,30 @@ class KroneckerFits:
     method: EKFAC
     """Resolved for the task."""
     task: AbstractModelOutput
+    device: torch.device
 
     def record(self) -> dict[str, Any]:
         """Return what determines the fits, as JSON values: the settings and the present train rows."""
-        dataset = self.store.manifest.fingerprint.get("dataset", {})
-        return {
-            "version": _VERSION,
-            "settings": self.method.fit_json(),
-            "dataset": digest_of(dataset),
-        }
+        dataset = digest_of(self.store.manifest.fingerprint.get("dataset", {}))
+        return {"version": _VERSION, "settings": self.method.fit_json(), "dataset": dataset}
 
     def has(self, digest: str) -> bool:
         """Whether the fit of the checkpoint with these weights is complete."""
         return all(unit_fit.is_complete() for unit_fit in self._arrays(digest))
 
-    def curvature(self, digest: str, device: torch.device) -> KroneckerCurvature:
+    def curvature(self, digest: str) -> KroneckerCurvature:
         """Return the curvature of the checkpoint with these weights; raises if it is not fitted."""
-        return KroneckerCurvature.of(self._arrays(digest), device)
+        return KroneckerCurvature.of(self._arrays(digest), self.device)
 
-    def fit(
-        self, digest: str, rows: Rows, device: torch.device, *, label: str, progress: bool | None
-    ) -> None:
+    def fit(self, digest: str, rows: Rows, *, label: str, progress: bool | None) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part of the fit."""
         require_writable(self.store)
-        self.check(digest, rows, device, label=label)
+        self.check(digest, rows, label=label)
         wanted = spread_rows(len(rows), self.method.max_rows)
 
         def batches() -> Iterator[tuple[RowNumbers, Batch]]:
             with progress_bar(len(wanted), label=label, progress=progress) as bar:
-                for numbers, batch in rows.moved(wanted, device):
+                for numbers, batch in rows.moved(wanted, self.device):
                     yield numbers, batch
                     bar.update(len(numbers))
 
@@ -292,7 +287,7 @@ class KroneckerFits:
             num_rows=len(rows),
         )
 
-    def check(self, digest: str, rows: Rows, device: torch.device, *, label: str) -> None:
+    def check(self, digest: str, rows: Rows, *, label: str) -> None:
         """Compare what a few train rows give with what they gave when the fit began; note it if the fit begins now.
 
         Neither digests of weights nor settings cover the code of the model and of the task. A fit of an earlier version
@@ -303,7 +298,7 @@ class KroneckerFits:
         noted = None if begins else keeper.get(_NOTED)
         if begins or noted is not None:
             seed = self.method.seed if self.method.fisher == "sampled" else None
-            terms = compared_terms(noted, self.model, self.task, rows, device, seed=seed, label=label)
+            terms = compared_terms(noted, self.model, self.task, rows, self.device, seed=seed, label=label)
             if begins:
                 keeper[_NOTED] = terms
 

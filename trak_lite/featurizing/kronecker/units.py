@@ -151,9 +151,8 @@ class GradientJoiner:
         if unit is None:
             return
         key = (unit, block.start)
-        if unit.bias is None:
-            self._take(UnitGradient(unit, block, None))
-        elif isinstance(block, FactoredBlock):  # its output gradients sum up to the gradient of the bias
+        # The output gradients of a factored block sum up to the gradient of the bias.
+        if unit.bias is None or isinstance(block, FactoredBlock):
             self._complete.add(key)
             self._waiting.pop(key, None)
             self._take(UnitGradient(unit, block, None))
