@@ -21,7 +21,7 @@ from trak_lite.core.devices import undisturbed
 from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
-from trak_lite.data.datasets import HeldRows, Rows
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
@@ -209,8 +209,6 @@ class Attributor:
             progress=progress,
             distributed=distributed,
         )
-        self._held: HeldRows | None = None
-        """A few train rows of the last ``featurize``. ``score`` recomputes them to detect changes."""
 
     @classmethod
     def open(
@@ -363,7 +361,7 @@ class Attributor:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
             # Equal weights are one checkpoint.
             others = max(len(tables.checkpoint_ids(session.store)) - len(set(session.loaded)), 0)
-        self._held, self._run.train, self._run.last = rows.held, rows, session.loaded
+        self._run.train, self._run.last = rows, session.loaded
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
@@ -593,10 +591,10 @@ class Attributor:
         Checkpoints that are given are loaded, and their missing target features are computed. The first of ``methods``
         is that of the scores; all of them weigh the checkpoints.
         """
-        method = methods[0]
+        method, held = methods[0], None if run.train is None else run.train.held
         with (
             run.joined(f"score {name!r}") as ranks,
-            run.session(ranks=ranks, train=self._held) as session,
+            run.session(ranks=ranks, train=held) as session,
             naming_dropped(session.store) as train_tables,
         ):
             target_set = TargetSet(session, targets, name, method)
@@ -656,8 +654,7 @@ class Attributor:
         scores.
 
         Args:
-            train: The train data: a map-style dataset, a DataLoader that reads one in order, or
-                :class:`~trak_lite.Rows` of one.
+            train: The train data, in a form that :meth:`featurize` takes.
             targets: The targets, in the same form.
             method: ``EKFAC``, ``CG``, ``LiSSA``, ``TracIn``, ``GradDot`` or ``GradCos``, or a custom method without a
                 kernel and a transform; ``None`` is ``EKFAC`` with its default settings.

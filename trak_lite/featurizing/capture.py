@@ -83,7 +83,6 @@ class Capture:
         self._finished: str | None = None
         """Digest of the weights of the finished checkpoint of this name."""
         self._kept: list[tuple[RowNumbers, dict[str, NDArray[Any]]]] = []
-        self._kept_bytes = 0
         self._marks = ColumnMarks()
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
@@ -184,8 +183,7 @@ class Capture:
         new = ~self._done[rows]
         self._done[rows] = True
         self._kept.append((rows[new], {name: column[new] for name, column in values.items()}))
-        self._kept_bytes += len(rows) * self._spec.row_bytes
-        if self._kept_bytes > _MOST_KEPT_BYTES:
+        if sum(len(kept) for kept, _ in self._kept) * self._spec.row_bytes > _MOST_KEPT_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -206,7 +204,7 @@ class Capture:
                         "Capture again, or featurize the saved checkpoints."
                     )
                 workspace.store().open_table(self._path).put(rows[order], values)
-            self._kept, self._kept_bytes = [], 0
+            self._kept = []
 
     def end(self) -> None:
         """Write the rows; no batch can follow."""
@@ -215,11 +213,7 @@ class Capture:
         self._loss.warn(self._rounded.columns[0], f"Capture {self.name!r}")
 
     def finish(self, folder: Path | None) -> Checkpoint:
-        """Write the rows, save the checkpoint to a folder, if one is given, and return it.
-
-        Raises:
-            ManifestMismatchError: If the store has another training's capture of this name.
-        """
+        """Write the rows, save the checkpoint to a folder, if one is given, and return it."""
         model = self._run.model
         with in_eval_mode(model):  # as checkpoints are, when they are compared
             digest = weights_digest(model)
@@ -271,7 +265,7 @@ class Capture:
                 yield
         except SelfCheckError as error:
             if error.rows and self._path:
-                self._kept, self._kept_bytes, self._done[:] = [], 0, False
+                self._kept, self._done[:] = [], False
                 with self._run.workspace.opened(self._manifest) as workspace:
                     workspace.store().drop_table(self._path)
                 self._path = ""

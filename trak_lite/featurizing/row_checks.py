@@ -213,10 +213,8 @@ def done_rows(
         wanted = np.concatenate([_spread(np.arange(*table.chunk_range(chunk)), share) for chunk in chunks])
     if wanted is not None:
         return wanted, {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
-    sizes = np.diff(np.append(np.arange(0, table.spec.num_rows, table.spec.chunk_rows), table.spec.num_rows))
-    for chunk in np.flatnonzero(table.pending_by_chunk() < sizes).tolist():
-        if chunk in without:
-            continue
+    begun = np.unique(np.flatnonzero(table.done()) // table.spec.chunk_rows).tolist()
+    for chunk in (chunk for chunk in begun if chunk not in without):
         rows, values = table.read_done(chunk)
         if len(rows):
             chosen = _spread(np.arange(len(rows)), PROBED_ROWS)

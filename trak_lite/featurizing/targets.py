@@ -84,12 +84,9 @@ class TargetSet:
     def compare(self, train: TrainTables) -> None:
         """Compute a few stored targets again, with the first checkpoint whose weights are available, and compare.
 
-        This detects changes of the targets or the model. It does nothing if all stored targets were already compared,
-        or if no weights are available.
-
-        Raises:
-            ManifestMismatchError: If a file or the model itself, featurized by another attributor, has other weights
-                now.
+        This detects changes of the targets or the model; other weights of a file or of the model itself, featurized by
+        another attributor, are refused. It does nothing if all stored targets were already compared, or if no weights
+        are available.
         """
         session = self.session
         agreed = session.agreed

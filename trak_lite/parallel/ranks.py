@@ -192,10 +192,8 @@ class _TorchRanks(Ranks):
         """The reason of the first rank that failed."""
         self._lost: str | None = None
         """The reason why the store cannot be reached."""
-        self._looks = self._known_looks = 0
-        """Number of looks for a failure, and how many the main thread knows of."""
         self._silence = 0.0
-        """Seconds that the main thread has waited since the last look."""
+        """Seconds that the main thread has waited since the last look for a failure."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="trak_lite ranks", daemon=True)
         self._thread.start()
@@ -346,8 +344,6 @@ class _TorchRanks(Ranks):
             failure = self._failure  # read before is_done(): what was done before a failure counts
             if is_done():
                 return
-            if self._known_looks != self._looks:
-                self._known_looks, self._silence = self._looks, 0.0
             if self._silence > _PATIENCE:  # not at once: rank 0 may serve the store, and leave first
                 failure = self._lost or f"The ranks' key-value store does not reply for {_PATIENCE:.0f} s."
             if failure is not None:
@@ -383,7 +379,7 @@ class _TorchRanks(Ranks):
             store = self._store.clone() if hasattr(self._store, "clone") else self._store
             while not self._closed.wait(_LOOK_EVERY):
                 self._failure = self._read_failure(store)
-                self._looks += 1
+                self._silence = 0.0  # if the main thread counts on at this moment, the next look does it
         except RuntimeError as error:
             self._lost = _unreachable(error)
 

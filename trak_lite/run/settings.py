@@ -119,7 +119,6 @@ class AttributorSettings:
         if self.normalization.reads_optimizer:
             refuse_sharded(model, f"normalize={self.normalization.kind!r}", "Use normalize='none'")
         self.method = self.scored_by(self._best_method() if method == "auto" else as_method(method))
-        self._store_norms = store_norms
         self._arguments = {  # None marks custom objects, which the user has to pass again
             "task": self.task.train_task().name or None,
             "proj_dim": self.projector.proj_dim or self.layout.width,
@@ -315,7 +314,7 @@ class AttributorSettings:
 
     def train_table(self, num_rows: int, fingerprint: Mapping[str, Any]) -> TableSpec:
         """Return the table of the train rows' features of one checkpoint."""
-        beside = (OUT_TO_LOSS, LOSS_CURVATURE, *([GRADIENT_NORM] if self._store_norms else []))
+        beside = (OUT_TO_LOSS, LOSS_CURVATURE, *([GRADIENT_NORM] if self._arguments["store_norms"] else []))
         return feature_table_spec(num_rows, self.layout.width, self.dtype, fingerprint, beside=beside)
 
     def target_table(
