@@ -1,6 +1,6 @@
 """Compute a table of scores from tables of features, tile by tile.
 
-Shapes: N train rows, M targets, K feature width, C checkpoints, G groups of checkpoints.
+Shapes: N train rows, M targets, K feature width, C checkpoints.
 Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of trak_lite.
 """
 
@@ -87,41 +87,11 @@ def score_tile(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], *, q
     the mean of :math:`q_{c,i}` over checkpoints, for ``"inside"`` each summand by :math:`q_{c,i}`. A range of rows is
     read through a memory map without a copy.
     """
-    tile = _summed(terms, rows, q)
-    return tile if q != "outside" else tile.mul_(_mean_q(terms, rows).to(tile)[:, None])
+    tile = summed_products(terms, rows, q)
+    return tile if q != "outside" else tile.mul_(mean_q(terms, rows).to(tile)[:, None])
 
 
-def group_tile(
-    terms: Sequence[ScoreTerm],
-    group: Sequence[int],
-    num_groups: int,
-    rows: range | NDArray[np.int64],
-    *,
-    q: WhereQ,
-) -> Tensor:
-    """Return the products ``(rows, M)`` float32 of a group of checkpoints alone, times the number of groups G.
-
-    The score is the mean over groups of these, times that of :func:`group_factors`.
-    """
-    return _summed([terms[index] for index in group], rows, q).mul_(num_groups)
-
-
-def group_factors(
-    terms: Sequence[ScoreTerm],
-    group: Sequence[int],
-    num_groups: int,
-    rows: range | NDArray[np.int64],
-    *,
-    q: WhereQ,
-) -> Tensor:
-    """Return the group's part of the mean q, ``(rows,)`` float64, times G; 1 if ``q`` is not ``"outside"``."""
-    if q != "outside":
-        device = terms[0].targets.device
-        return torch.ones(len(rows), dtype=wide_dtype(device), device=device)
-    return _mean_q([terms[index] for index in group], rows) * (len(group) * num_groups / len(terms))
-
-
-def _summed(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], q: WhereQ) -> Tensor:
+def summed_products(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], q: WhereQ) -> Tensor:
     """Return the sum of the terms' products for some rows, ``(rows, M)``. Applies q only if it is ``"inside"``."""
     device = terms[0].targets.device
     tile = torch.zeros(len(rows), len(terms[0].targets), dtype=torch.float32, device=device)
@@ -142,7 +112,7 @@ def _summed(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64], q: Wher
     return tile
 
 
-def _mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
+def mean_q(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]) -> Tensor:
     """Return the mean of q over the terms' checkpoints, ``(rows,)``, summed in float64."""
     device = terms[0].targets.device
     total = torch.zeros(len(rows), dtype=wide_dtype(device), device=device)

@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trak_lite.core.devices import copied_ahead
+from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import every_nth, spread_rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.spread import agreement, expected_agreement, pair_sums, standard_error
 from trak_lite.run.tables import score_table_spec
 from trak_lite.scoring.source import ScoreSource
-from trak_lite.scoring.tiles import ScoreTerm, group_factors, group_tile, tile_ranges
+from trak_lite.scoring.tiles import ScoreTerm, mean_q, summed_products, tile_ranges
 
 _PAIR_ROWS = 1024
 _RANKED_VALUES = 1 << 24  # scores that are ranked at a time
@@ -155,7 +155,11 @@ class Repeats:
     def _parts_of_means(
         self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]
     ) -> tuple[Iterator[Tensor], list[Tensor]]:
-        """Return each group's parts of the mean products and of the mean q, times G."""
-        settings = [(terms, group, len(self._groups), rows) for group in self._groups]
-        q = self._source.method.q
-        return (group_tile(*each, q=q) for each in settings), [group_factors(*each, q=q) for each in settings]
+        """Return each group's parts of the mean products and of the mean q (1 if it is not outside), times G."""
+        groups, q = [[terms[index] for index in group] for group in self._groups], self._source.method.q
+        products = (summed_products(group, rows, q).mul_(len(groups)) for group in groups)
+        if q != "outside":
+            device = terms[0].targets.device
+            return products, [torch.ones(len(rows), dtype=wide_dtype(device), device=device)] * len(groups)
+        sizes = [len(group) * len(groups) / len(terms) for group in groups]
+        return products, [mean_q(group, rows) * size for group, size in zip(groups, sizes, strict=True)]
