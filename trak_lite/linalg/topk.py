@@ -5,7 +5,6 @@ Shapes: N train rows, M targets, b rows of a tile, k rows kept per target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, final
 
 import numpy as np
@@ -170,32 +169,6 @@ def not_finite(row: int, target: int, value: float) -> NonFiniteError:
         f"The score of train row {row} for target {target} is {value}. "
         "Scores must be finite to be ranked; check the features and the kernel."
     )
-
-
-@torch.no_grad()
-def merged_top(
-    parts: Sequence[tuple[Tensor, Tensor]], k: int, *, sign: Literal["helpful", "harmful"]
-) -> tuple[Tensor, Tensor]:
-    """Merge the best rows of disjoint parts of the train rows.
-
-    Args:
-        parts: Result of :meth:`TopK.result` for each part, with the same k.
-        k: Number of rows to keep.
-        sign: As for :class:`TopK`.
-
-    Returns:
-        Row indices ``(M, k)`` and scores ``(M, k)``, equal to those of one :class:`TopK` over all rows.
-
-    Example:
-        >>> parts = [(torch.tensor([[4]]), torch.tensor([[2.0]])), (torch.tensor([[1]]), torch.tensor([[2.0]]))]
-        >>> merged_top(parts, 1, sign="helpful")
-        (tensor([[1]]), tensor([[2.]]))
-    """
-    factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
-    rows = torch.cat([part for part, _ in parts], 1)
-    keys = torch.cat([scores for _, scores in parts], 1).mul_(factor).add_(0.0)
-    rows, keys = _best_first(rows, keys, positive_int(k=k))
-    return rows, keys.mul_(factor).add_(0.0)
 
 
 def _lowest_rows_of_highest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.topk import TopK, TopRows, merged_top
+from trak_lite.linalg.topk import TopK, TopRows
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import ERRORS, SCORES
 from trak_lite.scoring.source import ScoreSource
@@ -237,31 +236,26 @@ def top_and_bottom_of(
 ) -> NDArray[np.float64]:
     """Return the k highest and lowest scores of every target in the tiles of all ranks, as :func:`top_and_bottom`."""
     ends = [TopK(num_targets, k, sign=sign) for sign in _ENDS]
-    filled = None
+    has_rows = False
     for start, tile in tiles:
         for best in ends:
             best.update(start, tile)
-        filled = ends
-    stacked = None if filled is None else _stacked([best.result() for best in filled])
-    merged = ranks.merged(stacked, lambda one, other: _merged_ends(one, other, k))
+        has_rows = True
+    found = None
+    if has_rows:
+        found = np.array([[part.cpu().double().numpy() for part in best.result()] for best in ends])
+    merged = ranks.merged(found, lambda one, other: merged_ends(one, other, k))
     assert merged is not None  # there is at least one row
     return merged
 
 
-def _merged_ends(
+def merged_ends(
     one: NDArray[np.float64] | None, other: NDArray[np.float64] | None, k: int
 ) -> NDArray[np.float64] | None:
     """Return the merged top and bottom rows of two parts of the train rows; ``None`` is a part without rows."""
     if one is None or other is None:
         return other if one is None else one
-    merged = []
-    for end, sign in enumerate(_ENDS):
-        parts = [
-            (torch.from_numpy(part[end, 0]).long(), torch.from_numpy(part[end, 1])) for part in (one, other)
-        ]
-        merged.append(merged_top(parts, k, sign=sign))
-    return _stacked(merged)
-
-
-def _stacked(ends: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.float64]:
-    return np.stack([np.stack([part.cpu().double().numpy() for part in end]) for end in ends])
+    both = np.concatenate([one, other], axis=3)
+    rows, scores = both.swapaxes(0, 1)
+    order = np.lexsort((rows, scores * [[[-1.0]], [[1.0]]]))[:, None, :, :k]
+    return np.take_along_axis(both, order, axis=3)
