@@ -31,7 +31,6 @@ from trak_lite.run.tables import (
     target_path,
 )
 from trak_lite.scoring.matrix import StoredMatrix
-from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
@@ -78,7 +77,7 @@ def worker(folder: str, method: str) -> dict[str, Any]:
     store = ZarrFeatureStore.open(f"{folder}/run.zarr", mapping="never")
     matrix = StoredMatrix(store.open_table("scores"))
     source = source_of(store)
-    scores = Scores(matrix, ScoreRecord("random", source.method, source.manifest, {}, source=source))
+    scores = Scores(matrix, "random", source.method, source.manifest, {}, row_source=source)
     small = np.random.default_rng(0).standard_normal((2000, TARGETS), dtype=np.float32)
     more: dict[str, Any] = {}
     if method == "balanced":

@@ -19,7 +19,7 @@ from trak_lite.report.page import environment
 from trak_lite.report.survey import Histogram
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.scoring.matrix import StreamedMatrix
-from trak_lite.scoring.records import ScoreRecord, shown_settings
+from trak_lite.scoring.records import shown_settings
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import Column, Manifest, MemoryFeatureStore, TableSpec
 from trak_lite.types import FeatureLayout
@@ -57,8 +57,8 @@ def drawn_scores(
     source = ScoreSource(store, train, name, method, layout=layout, device=device)
     entries = SimpleNamespace(verdict={Verdict: verdict}.get, predictions=lambda: predictions)
     settings = shown_settings(method, checkpoints=num_checkpoints)
-    record = ScoreRecord(name, method, source.manifest, settings, source=source, entries=entries)
-    return Scores(StreamedMatrix(source), record)
+    made_with = name, method, source.manifest, settings
+    return Scores(StreamedMatrix(source), *made_with, row_source=source, entries=entries)
 
 
 def _table(store: MemoryFeatureStore, path: str, model_id: int, features: np.ndarray) -> Any:

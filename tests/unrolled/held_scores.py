@@ -8,14 +8,12 @@ from trak_lite.methods import GradDot
 from trak_lite.run.settings import StoredSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.records import ScoreRecord
 from trak_lite.scoring.stored import stored_scores
 from trak_lite.store import Manifest, open_store
 
 
 def held_scores(matrix):
-    record = ScoreRecord("held", GradDot(), Manifest({}), {})
-    return Scores(HeldMatrix(np.asarray(matrix, np.float32)), record)
+    return Scores(HeldMatrix(np.asarray(matrix, np.float32)), "held", GradDot(), Manifest({}), {})
 
 
 def scores_without_a_model(attributor, name):

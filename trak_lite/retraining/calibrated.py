@@ -190,7 +190,7 @@ def _train_rows(scores: Scores) -> Mapping[str, Any]:
 
 def _targets(scores: Scores) -> Mapping[str, Any]:
     """Return JSON values that identify targets; empty if they are not known, or are samples of a question."""
-    entries = scores.record.entries
+    entries = scores.entries
     made = scores.manifest.fingerprint if entries is None else entries.table().spec.fingerprint
     identity: Mapping[str, Any] = made.get("targets", {})
     return {} if "task" in identity else identity

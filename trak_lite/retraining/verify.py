@@ -47,7 +47,7 @@ from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import retrain_path, score_path
 from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.records import ScoreEntries, ScoreRecord
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
@@ -204,8 +204,8 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
         matrix = calibrated_matrix(source_of_stored(store, scores), calibration)
     held_out = f"{calibration.num_held_out} held-out {calibration.across}"
     settings = {**scores.settings, "calibrated_on": held_out}
-    record = ScoreRecord(scores.name, scores.method, scores.manifest, settings, task=scores.task)
-    return Scores(HeldMatrix(matrix), record)
+    made_with = scores.name, scores.method, scores.manifest, settings
+    return Scores(HeldMatrix(matrix), *made_with, known_task=scores.task)
 
 
 def evaluate(

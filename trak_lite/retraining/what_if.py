@@ -209,7 +209,7 @@ class SummedEffects:
             basis = (
                 "No interval: no retraining is stored with these scores. The prediction is the sum of scores"
             )
-            measurable = self.scores.stored and self.scores.record.source is not None  # others are refused
+            measurable = self.scores.stored and self.scores.row_source is not None  # others are refused
             basis += f"; measure with {_MEASURE}, or verify." if measurable else "."
             return Effects(self.scores.name, change, predicted, None, None, level, basis)
         standard, share = self.standardised(rows, predicted), len(rows) / len(self.scores)
@@ -301,7 +301,7 @@ def try_removals(
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:
         rng = np.random.default_rng(seed)
-        q = None if scores.record.source is None else np.abs(scores.record.source.mean_out_to_loss())
+        q = None if scores.row_source is None else np.abs(scores.row_source.mean_out_to_loss())
         sets = list(_trial_sets(scores.numpy(), sizes, budget, rng, labels, some, q))
         masks = np.ones((budget, num_rows), np.bool_)
         for mask, members in zip(masks, sets, strict=True):

@@ -1,12 +1,9 @@
-"""What is known of scores besides their values, and what a store keeps beside a table of scores.
-
-Entries of a table: verdicts on the scores, the predictions that they were tested with, and trials of removed sets.
-"""
+"""What a store keeps beside a table of scores: verdicts, the predictions that they were tested with, and trials."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 import numpy as np
@@ -16,13 +13,9 @@ from trak_lite.errors import CorruptStoreError
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.trials import Trials
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
-from trak_lite.featurizing.session import Run
-from trak_lite.featurizing.solvers import Convergence
 from trak_lite.methods import AbstractMethod
-from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.run.tables import one_run_path, predictions_path, trials_path, verdict_path
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.source import ScoreSource
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
 from trak_lite.store.manifest import stored_json
 
@@ -89,33 +82,6 @@ class ScoreEntries:
         self.store.put_entry(path(self.path), key, text)
         if predictions is not None:
             self.store.put_entry(predictions_path(self.path), key, predictions)
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreRecord:
-    """What is known of the scores of one target set, besides their values; :class:`~trak_lite.Scores` shows it."""
-
-    name: str
-    """Of the target set."""
-    method: AbstractMethod
-    manifest: Manifest
-    """Settings and versions that the gradients were computed with."""
-    settings: dict[str, Any]
-    """How the scores were computed, as JSON values to show."""
-    _: KW_ONLY
-    source: ScoreSource | None = None
-    """Computes scores from the stored rows; ``None`` if no row is stored."""
-    run: Run | None = None
-    """The model, settings and store of the scores; ``None`` without a model, or if no row is stored."""
-    task: AbstractModelOutput | None = None
-    """Defines f, of scores without ``run``; ``None`` if it is not known."""
-    location: str | None = None
-    """Path in the store, to show; ``None`` in memory."""
-    entries: ScoreEntries | None = None
-    """The table of the scores and what is stored beside it; ``None`` without a table."""
-    convergence: tuple[Convergence, ...] = ()
-    """See :class:`~trak_lite.Scores`."""
 
 
 def shown_settings(method: AbstractMethod, **first: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +17,9 @@ from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.trials import Trials
 from trak_lite.evaluation.verdict import OneRunVerdict, Predictions
 from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.solvers import Convergence
 from trak_lite.linalg.topk import TopRows
+from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report import Gallery, Render
 from trak_lite.report.content import PairRender, Renders
@@ -25,10 +28,11 @@ from trak_lite.report.survey import Survey
 from trak_lite.run.columns import stored_columns
 from trak_lite.scoring.choices import DampingPath, GroupSums, RowChoice, chosen_top, group_sums
 from trak_lite.scoring.frames import DataFrame, frame
-from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix
-from trak_lite.scoring.records import ScoreRecord
+from trak_lite.scoring.matrix import AbstractScoreMatrix
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.uncertainty import Reliability, Repeats
+from trak_lite.store import Manifest
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -36,73 +40,63 @@ if TYPE_CHECKING:
 __all__ = ["Scores", "TopRows", "checked_rows"]
 
 
+@dataclass(eq=False, repr=False)
 class Scores:
     """Attribution scores of N train rows for M targets, read from disk or computed on access.
 
     Entry (i, j) estimates how much train row i raises the model output of target j: positive is helpful, negative
     is harmful. Rows are train rows, columns are targets.
-
-    ``convergence`` holds, for each checkpoint, the iterations and final relative residuals ``(M,)`` of the solver of CG
-    or LiSSA, if ``stream_scores`` or ``refine`` computed the scores.
     """
 
-    def __init__(self, matrix: AbstractScoreMatrix, record: ScoreRecord) -> None:
-        self._matrix = matrix
-        self.record = record
-        """What is known of the scores besides their values."""
-        self.name = record.name
-        self.method = record.method
-        """The method that the scores were computed with."""
-        self.manifest = record.manifest
-        """Settings and versions that the stored rows were made with."""
-        self.settings = record.settings
-        """How the scores were computed, as JSON values."""
-        self.location = record.location
-        """Path in the store; ``None`` in memory."""
-        self.convergence = record.convergence
-
-    @classmethod
-    def from_record(cls, record: ScoreRecord, ends: NDArray[np.float64] | None = None) -> Self:
-        """Return the scores in the table of a record; without a table, scores that are computed on access.
-
-        Args:
-            record: Has a table, or the source of the scores.
-            ends: The strongest rows of every target, if they are known without a table
-                (:func:`~trak_lite.scoring.matrix.top_and_bottom`).
-        """
-        if record.entries is not None:
-            return cls(StoredMatrix(record.entries.table()), record)
-        assert record.source is not None
-        return cls(StreamedMatrix(record.source, ends), record)
+    matrix: AbstractScoreMatrix
+    """Holds or computes the values."""
+    name: str
+    """Name of the target set."""
+    method: AbstractMethod
+    """The method that the scores were computed with."""
+    manifest: Manifest
+    """Settings and versions that the stored rows were made with."""
+    settings: dict[str, Any]
+    """How the scores were computed, as JSON values."""
+    _: KW_ONLY
+    row_source: ScoreSource | None = None
+    """Computes scores from the stored rows; ``None`` if no row is stored."""
+    known_run: Run | None = None
+    """The model, settings and store of the scores; ``None`` without a model, or if no row is stored."""
+    known_task: AbstractModelOutput | None = None
+    """Defines f, of scores without a run; ``None`` if it is not known."""
+    location: str | None = None
+    """Path in the store; ``None`` in memory."""
+    entries: ScoreEntries | None = None
+    """The table of the scores and what is stored beside it; ``None`` without a table."""
+    convergence: tuple[Convergence, ...] = ()
+    """For each checkpoint, the iterations and final relative residuals ``(M,)`` of the solver of CG or LiSSA, if
+    ``stream_scores`` or ``refine`` computed the scores."""
 
     @property
     def verdict(self) -> Verdict | None:
         """The result of :func:`~trak_lite.verify` for these scores; ``None`` if they were not verified."""
-        entries = self.record.entries
-        return None if entries is None else entries.verdict(Verdict)
+        return None if self.entries is None else self.entries.verdict(Verdict)
 
     @property
     def one_run_verdict(self) -> OneRunVerdict | None:
         """The last result of :func:`~trak_lite.verify_run` for these scores; ``None`` if there is none."""
-        entries = self.record.entries
-        return None if entries is None else entries.verdict(OneRunVerdict)
+        return None if self.entries is None else self.entries.verdict(OneRunVerdict)
 
     def keep(self, verdict: OneRunVerdict) -> None:
         """Store a verdict of one run with the scores, as ``verify_run`` does; scores in memory have no place for it."""
-        if self.record.entries is not None:
-            self.record.entries.put(verdict)
+        if self.entries is not None:
+            self.entries.put(verdict)
 
     @property
     def predictions(self) -> Predictions | None:
         """The scores' predictions for the subsets of ``verify``, and the outputs of the retrained models."""
-        entries = self.record.entries
-        return None if entries is None else entries.predictions()
+        return None if self.entries is None else self.entries.predictions()
 
     @property
     def trials(self) -> Trials | None:
         """The sets that :func:`~trak_lite.try_removals` measured for these scores; ``None`` if there are none."""
-        entries = self.record.entries
-        return None if entries is None else entries.trials()
+        return None if self.entries is None else self.entries.trials()
 
     @property
     def run(self) -> Run:
@@ -111,19 +105,19 @@ class Scores:
         Raises:
             StateError: If they were opened without a model, or not computed from stored rows.
         """
-        record = self.record
-        if record.run is None and record.source is None and record.settings.get("method") == "Unrolled":
+        if self.known_run is not None:
+            return self.known_run
+        if self.row_source is None and self.settings.get("method") == "Unrolled":
             raise StateError(
                 f"The scores {self.name!r} are those of a replay, made without an attributor. To test them in the same "
                 "run: verify_run(scores, run, targets). To test them over seeds, make them with an attributor that has "
                 "featurized the train data: attributor.score(targets, method=methods.Unrolled(run)), then verify(...)."
             )
-        if self.record.run is None and self.source:
-            raise StateError(
-                f"The scores {self.name!r} were opened without a model. Open them with one: "
-                "Attributor.open(path, model).scores(name)."
-            )
-        return self.record.run
+        _ = self.source  # raises if there is none
+        raise StateError(
+            f"The scores {self.name!r} were opened without a model. Open them with one: "
+            "Attributor.open(path, model).scores(name)."
+        )
 
     @property
     def task(self) -> AbstractModelOutput:
@@ -133,8 +127,8 @@ class Scores:
             StateError: If the scores were opened without a model, or without the task that their targets were scored
                 with, or made without an attributor and a replay.
         """
-        if self.record.task is not None:
-            return self.record.task
+        if self.known_task is not None:
+            return self.known_task
         if "task" in self.settings and not self.run.question:
             raise StateError(
                 f"The targets {self.name!r} were scored with task={self.settings['task']!r}. Open the scores with it: "
@@ -149,29 +143,29 @@ class Scores:
         Raises:
             StateError: If they were not computed from stored rows.
         """
-        if self.record.source is not None and not self.method.multiplies_rows:
+        if self.row_source is not None and not self.method.multiplies_rows:
             raise StateError(
                 f"The scores {self.name!r} are those of {self.method.name}, a method of whole matrices: it has no "
                 "self-influence, and nothing else that multiplies stored rows. Use the scores of another method (for "
                 "Mean: of the methods in it)."
             )
-        if self.record.source is None:
+        if self.row_source is None:
             remedy = "Make scores with them: Attributor.featurize(train_data, ...), then score(targets)."
             raise StateError(
                 f"The scores {self.name!r} ({self.method.name}) were not computed from stored rows, which this needs. "
                 + ("Score without refine=." if "candidates" in self.settings else remedy)
             )
-        return self.record.source
+        return self.row_source
 
     @property
     def stored(self) -> bool:
         """Whether the matrix is stored, so that reading scores computes nothing."""
-        return self._matrix.stored
+        return self.matrix.stored
 
     @property
     def shape(self) -> tuple[int, int]:
         """``(N, M)``: train rows, targets."""
-        return self._matrix.shape
+        return self.matrix.shape
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -187,15 +181,14 @@ class Scores:
         return printable(
             f"Scores({self.name!r}: {num_rows} train rows x {num_targets} targets)\n"
             f"  made with {settings}\n"
-            f"  {f'stored in {address}' if self._matrix.stored else f'not stored, computed from the rows in {address}'}"
+            f"  {f'stored in {address}' if self.stored else f'not stored, computed from the rows in {address}'}"
             f"{tested}"
         )
 
     @property
     def columns(self) -> dict[str, Column]:
         """The columns of the train data that ``featurize(..., columns=...)`` stored, by name; none in memory."""
-        source = self.record.source
-        return {} if source is None else stored_columns(source.store)
+        return {} if self.row_source is None else stored_columns(self.row_source.store)
 
     def top(
         self,
@@ -229,10 +222,10 @@ class Scores:
         one_of(("helpful", "harmful"), sign=sign)
         number = None if target is None else target_number(target, self.shape[1], self.name)
         choice = RowChoice.of(where, weights, lambda: self.columns, len(self))
-        rows = self._matrix.kept_top(k, sign) if choice.is_all else None
+        rows = self.matrix.kept_top(k, sign) if choice.is_all else None
         if rows is not None:
             return rows if number is None else TopRows(rows.indices[number], rows.scores[number])
-        rows = chosen_top(self._matrix, k, choice, target=number, sign=sign)
+        rows = chosen_top(self.matrix, k, choice, target=number, sign=sign)
         return rows if number is None else TopRows(rows.indices[0], rows.scores[0])
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -241,11 +234,11 @@ class Scores:
         Args:
             wanted: ``(N,)`` leaves out tiles without a wanted row; they are neither read nor computed.
         """
-        return self._matrix.tiles(wanted)
+        return self.matrix.tiles(wanted)
 
     def numpy(self) -> NDArray[np.float32]:
         """Return all scores as one new float32 array ``(N, M)``."""
-        return self._matrix.numpy()
+        return self.matrix.numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Let ``np.asarray(scores)`` read all scores."""
@@ -254,11 +247,11 @@ class Scores:
 
     def rows(self, indices: list[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Return the scores of some train rows, ``(len(indices), M)``."""
-        return self._matrix.rows(indices)
+        return self.matrix.rows(indices)
 
     def require_all_rows(self) -> None:
         """Raise ``InvalidInputError`` if these are scores of some rows only (``k=``, ``refine=``)."""
-        self._matrix.require_all_rows()
+        self.matrix.require_all_rows()
 
     def self_influence(self) -> NDArray[np.float32]:
         r"""Return the score of every train row for itself, ``(N,)`` float32.
@@ -323,7 +316,7 @@ class Scores:
             train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
         labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
         return group_sums(
-            self._matrix, train, labels, RowChoice.of(where, weights, lambda: self.columns, len(self))
+            self.matrix, train, labels, RowChoice.of(where, weights, lambda: self.columns, len(self))
         )
 
     def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
@@ -374,7 +367,7 @@ class Scores:
                 weight other than 0, or checkpoint weights have both signs and ``runs`` is ``None``.
         """
         wanted = None if rows is None else checked_rows(self, rows, target)
-        errors = self._matrix.errors()
+        errors = self.matrix.errors()
         if errors is not None:
             if wanted is not None and wanted.ndim == 2:
                 return np.take_along_axis(errors.T, wanted, axis=1)

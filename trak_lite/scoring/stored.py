@@ -23,8 +23,8 @@ from trak_lite.run import tables
 from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.index import indexed_top
-from trak_lite.scoring.matrix import top_and_bottom
-from trak_lite.scoring.records import ScoreEntries, ScoreRecord, shown_settings
+from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
+from trak_lite.scoring.records import ScoreEntries, shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import score_rows
@@ -83,7 +83,7 @@ def stored_scores(
             where=f"targets {name!r}",
             remedy="Pass the task that these targets were scored with, or none.",
         )
-    return Scores.from_record(_record(workspace, settings, source, run, stored=dense))
+    return _scores(workspace, settings, source, run, dense=dense)
 
 
 def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource:
@@ -96,29 +96,30 @@ def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource
     return ScoreSource(store, train, scores.name, scores.method, layout=settings.layout, device=device)
 
 
-def _record(
+def _scores(
     workspace: Workspace,
     settings: AttributorSettings | StoredSettings,
     source: ScoreSource,
     run: Run | None,
     *,
-    stored: bool,
+    dense: bool,
     shown: Mapping[str, Any] | None = None,
-) -> ScoreRecord:
-    """Return the record of the scores in a complete table, or of scores that are computed on access.
-
-    ``shown`` are JSON values to show, of scores without a table: a table has attributes.
-    """
+    ends: NDArray[np.float64] | None = None,
+) -> Scores:
+    """Return the scores in a complete table, or scores that are computed on access; see :meth:`ScoreResult.scores`."""
     made = source.manifest.made_with.get("settings")
-    if stored:
+    matrix: AbstractScoreMatrix
+    if dense:
         # The targets' features may be gone: scores outlast them, and a killed drop_checkpoint removes them first.
         path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
-        targets, shown = entries.table().spec.fingerprint.get("targets", {}), source.store.attributes(path)
+        table, shown = entries.table(), source.store.attributes(path)
+        matrix, targets = StoredMatrix(table), table.spec.fingerprint.get("targets", {})
     else:
         path, entries = tables.target_folder(source.name, source.method), None
-        targets = source.target_identity
-    return ScoreRecord(
+        matrix, targets = StreamedMatrix(source, ends), source.target_identity
+    return Scores(
+        matrix,
         source.name,
         source.method,
         source.manifest,
@@ -130,8 +131,8 @@ def _record(
             proj_dim=made.get("proj_dim") if isinstance(made, Mapping) else None,
             features=row_widths(settings.layout),
         ),
-        source=source,
-        run=run,
+        row_source=source,
+        known_run=run,
         location=None if workspace.path is None else f"{workspace.path}:{path}",
         entries=entries,
     )
@@ -376,8 +377,7 @@ class ScoreResult:
         scores.
         """
         alone = replace(self.source, layout=run.settings.layout, ranks=Ranks())
-        record = _record(run.workspace, run.settings, alone, run, stored=dense, shown=shown)
-        return Scores.from_record(record, ends)
+        return _scores(run.workspace, run.settings, alone, run, dense=dense, shown=shown, ends=ends)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""

@@ -35,8 +35,8 @@ from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import checkpoint_tables
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import HeldMatrix, PartialMatrix, top_and_bottom_of
-from trak_lite.scoring.records import ScoreRecord, shown_settings
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix, top_and_bottom_of
+from trak_lite.scoring.records import shown_settings
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Manifest
 from trak_lite.types import FeatureLayout, OutputTerms, by_name, num_entries
@@ -166,8 +166,8 @@ def scores_of_stream(
                     kept = [np.unique(rows) for rows in np.concatenate(ends.astype(np.int64), 1)]
                     tops += [TopRows(rows, scores[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
-    record = scorer.record("targets", scorer.convergence(), **shown)
-    return Scores(PartialMatrix(len(train), tops, k or 1) if matrix is None else HeldMatrix(matrix), record)
+    made = PartialMatrix(len(train), tops, k or 1) if matrix is None else HeldMatrix(matrix)
+    return scorer.scores_of(made, "targets", scorer.convergence(), **shown)
 
 
 def refined_scores(
@@ -224,7 +224,7 @@ def refined_scores(
         f"top{compared}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return Scores(matrix, scorer.record(name, scorer.convergence(tables), **shown))
+    return scorer.scores_of(matrix, name, scorer.convergence(tables), **shown)
 
 
 @final
@@ -242,12 +242,13 @@ class _Scorer:
     def __post_init__(self) -> None:
         refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
 
-    def record(self, name: str, convergence: tuple[Convergence, ...], **shown: Any) -> ScoreRecord:
-        """Return the record of the scores, with ``shown`` among its settings."""
+    def scores_of(
+        self, matrix: AbstractScoreMatrix, name: str, convergence: tuple[Convergence, ...], **shown: Any
+    ) -> Scores:
+        """Return the scores in a matrix, with ``shown`` among their settings."""
         run, settings = self.session.run, shown_settings(self.method, **shown)
-        manifest = Manifest(run.settings.manifest(None).fingerprint)
-        task = run.target_task
-        return ScoreRecord(name, self.method, manifest, settings, task=task, convergence=convergence)
+        manifest, task = Manifest(run.settings.manifest(None).fingerprint), run.target_task
+        return Scores(matrix, name, self.method, manifest, settings, known_task=task, convergence=convergence)
 
     def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
         """Return the convergence at every checkpoint, by default in the order of visits, over all blocks of targets."""

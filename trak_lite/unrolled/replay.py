@@ -7,7 +7,6 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -36,8 +35,8 @@ from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, first_score_path, replay_path, score_table_spec
 from trak_lite.run.workspace import Workspace
-from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.records import ScoreEntries, ScoreRecord
+from trak_lite.scoring.matrix import HeldMatrix, StoredMatrix
+from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
@@ -110,13 +109,13 @@ def unrolled(
         return per_run[0]
     method = Unrolled(*run_list)
     settings = {**per_run[0].settings, "metasmoothness": [one.settings["metasmoothness"] for one in per_run]}
-    record = ScoreRecord(name, method, per_run[0].manifest, settings, task=per_run[0].task)
     mean, errors = (np.empty(per_run[0].shape, np.float32) for _ in range(2))
     for rows in rows_in_batches(np.arange(len(mean)), _MEAN_ROWS):
         parts = np.stack([scores.rows(rows) for scores in per_run])
         mean[rows] = parts.mean(axis=0, dtype=np.float64)
         errors[rows] = parts.std(axis=0, ddof=1, dtype=np.float64) / math.sqrt(len(per_run))
-    return Scores(HeldMatrix(mean, errors), record)
+    matrix, manifest, task = HeldMatrix(mean, errors), per_run[0].manifest, per_run[0].task
+    return Scores(matrix, name, method, manifest, settings, known_task=task)
 
 
 def _scores_of_run(
@@ -140,9 +139,9 @@ def _scores_of_run(
     made = Manifest({"kind": "unrolled", "run": run.fingerprint})
     settings = {"method": method.name, "steps": run.num_steps, "metasmoothness": round(smoothness, 4)}
     manifest = Manifest({**made.fingerprint, **fingerprint})
-    record = ScoreRecord(name, method, manifest, settings, task=task)
+    made_of = partial(Scores, name=name, method=method, manifest=manifest, settings=settings, known_task=task)
     if run.path is None:
-        return Scores(HeldMatrix(replay(run).scores(block)), record)
+        return made_of(HeldMatrix(replay(run).scores(block)))
     refuse_links(str(run.path / "scores.zarr"))
     workspace = Workspace(str(run.path / "scores.zarr"))
     path = first_score_path(name)
@@ -169,7 +168,7 @@ def _scores_of_run(
     if not reader.open_table(path).complete:
         raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
     entries = ScoreEntries(reader, path, workspace)
-    return Scores.from_record(replace(record, location=f"{workspace.path}:{path}", entries=entries))
+    return made_of(StoredMatrix(entries.table()), location=f"{workspace.path}:{path}", entries=entries)
 
 
 def _has_outputs(workspace: Workspace, path: str, now: Mapping[str, Any], train_id: str | None) -> bool:
