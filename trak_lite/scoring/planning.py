@@ -6,7 +6,6 @@ Shapes: N train rows, M targets, K feature width, C checkpoints.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import math
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -70,9 +69,9 @@ class Span(NamedTuple):
     cpu: float = 0.0
     """Processor time of this process."""
 
-    def plus(self, other: Span) -> Span:
+    def plus(self, *others: Span) -> Span:
         """Return the sum."""
-        return Span(*(one + two for one, two in zip(self, other, strict=True)))
+        return Span(*map(math.fsum, zip(self, *others, strict=True)))
 
     def times(self, factor: float) -> Span:
         """Return a multiple."""
@@ -112,7 +111,7 @@ class Plan:
     @property
     def total(self) -> Span:
         """Time to the end of all steps."""
-        return functools.reduce(Span.plus, self.seconds.values(), Span())
+        return Span().plus(*self.seconds.values())
 
     def __str__(self) -> str:
         steps = ", ".join(f"{name} {span}" for name, span in self.seconds.items() if span.mean)
@@ -162,12 +161,13 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     per_batch = {whole: trial}
     passes = len(plan_batches(np.arange(num_rows), chunk_rows, rows.batch_size))
     seconds = {"rows": trial.setup.plus(trial.batch.times(passes)).times(count)}
-    draws, fit = settings.num_fit_rows(num_rows), None
+    draws, growths = settings.num_fit_rows(num_rows), [trial.growth]
     if draws:
         fit = _tried(run, chosen, rows, checkpoint, rows.batch_size, growing, draws=draws)
         _, size = _fit_grid(settings, num_rows, rows.batch_size)
-        seconds["fit"] = fit.setup.plus(fit.batch.times(-(-draws // size))).plus(_gram_time(settings, draws))
-        seconds["fit"] = seconds["fit"].times(count)
+        per_checkpoint = fit.setup.plus(fit.batch.times(-(-draws // size)), _gram_time(settings, draws))
+        seconds["fit"] = per_checkpoint.times(count)
+        growths.append(fit.growth)
     if num_targets:
         seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / whole)).times(count)
     scoring, peak = _scoring(settings, num_rows, num_targets, advice)
@@ -177,8 +177,7 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     seconds["scores"] = scoring.times(count)
     if num_targets and scoring.mean:
         seconds["scores"] = seconds["scores"].plus(_storing_time(run, disk["scores"], is_read=False))
-    growths = [one.growth for one in (trial, fit) if one is not None and one.growth is not None]
-    memory = {"featurizing": max(growths, default=None), "scoring": peak}
+    memory = {"featurizing": max((one for one in growths if one is not None), default=None), "scoring": peak}
     for size in _TRIED:
         if size != whole and size <= chunk_rows and size * (_WARM + _FEWEST) <= num_rows:
             most = max(0.5, _LARGEST_SHARE * seconds["rows"].mean)
@@ -353,11 +352,13 @@ def _scratch(like: Workspace) -> Iterator[Workspace]:
         yield Workspace(f"{folder}/trial.zarr")
 
 
-def _timed(call: Callable[[], None]) -> Span:
-    """Return the time of a call, after one that warms up."""
-    call()
-    begun = _now()
-    call()
+def _timed(call: Callable[..., Tensor | None], *arguments: Any) -> Span:
+    """Return the time of a call with these arguments up to its result, after one that warms up."""
+    for _ in range(2):
+        begun = _now()
+        result = call(*arguments)
+        if result is not None and result.device.type != "cpu":
+            result.flatten()[0].item()  # waits for it
     wall, cpu = np.subtract(_now(), begun).tolist()
     return Span(wall, wall, wall, cpu)
 
@@ -366,12 +367,8 @@ def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     total = Span()
     for width, count in Counter(segment.width for segment in settings.layout.segments).items():
         rows = torch.ones(_PRODUCT_ROWS, width, dtype=torch.float32, device=settings.device)
-
-        def product(rows: Tensor = rows) -> None:
-            _done(rows.T @ rows)
-
         share = (width + min(width, _PRODUCT_PANEL)) / (2 * width)  # up to the diagonal
-        total = total.plus(_timed(product).times(share * count * draws / _PRODUCT_ROWS))
+        total = total.plus(_timed(torch.mm, rows.T, rows).times(share * count * draws / _PRODUCT_ROWS))
     return total
 
 
@@ -404,40 +401,28 @@ def _scoring(
     # no drawn numbers: the caller's generator stays
     targets = torch.ones(num_targets, layout.width, dtype=torch.float32, device=device)
     rows = torch.ones(_PRODUCT_ROWS, layout.width, device=device, dtype=torch.float16)
-    total = _timed(lambda: _done(rows.float() @ targets.T)).times(num_rows / _PRODUCT_ROWS)
+    total = _timed(lambda: rows.float() @ targets.T).times(num_rows / _PRODUCT_ROWS)
     held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4
     kernel = method.kernel
     if kernel is None:
         return total, held
+
+    def solved(matrix: Tensor, right: Tensor) -> Tensor:
+        return factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(right)
+
     squares = widest = 0
     for width, count in Counter(segment.width for segment in layout.segments).items():
         is_fisher = kernel.weighting == "fisher"
         side = num_rows if not is_fisher and keeps_rows(width, num_rows) else width
-        part = rows[:, :width].contiguous()
-        one = FeatureLayout.joint(width)
         if not is_fisher:
-            sums = GramAccumulator(one, device)
-
-            def summed(sums: GramAccumulator = sums, part: Tensor = part) -> None:
-                sums.add(part)
-
+            sums = GramAccumulator(FeatureLayout.joint(width), device)
             share = side / width  # the products of N rows take N^2 k operations instead of N k^2
-            total = total.plus(_timed(summed).times(count * share * num_rows / _PRODUCT_ROWS))
+            adding = _timed(sums.add, rows[:, :width].contiguous())
+            total = total.plus(adding.times(count * share * num_rows / _PRODUCT_ROWS))
         matrix = torch.eye(side, dtype=wide, device=device)
-        right = targets[:, :side].to(wide)
-
-        def solved(matrix: Tensor = matrix, right: Tensor = right) -> None:
-            _done(factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(right))
-
-        total = total.plus(_timed(solved).times(count))
+        total = total.plus(_timed(solved, matrix, targets[:, :side].to(wide)).times(count))
         squares, widest = squares + count * side**2, max(widest, side)
     return total, held + (2 * squares + 2 * widest**2) * wide.itemsize
-
-
-def _done(value: Tensor) -> None:
-    """Wait for a result."""
-    if value.device.type != "cpu":
-        value.flatten()[0].item()
 
 
 def _disk(
