@@ -138,7 +138,7 @@ class ScoreSource:
                     rows = precondition(rows, self._kernels(table, self._grams), layout=self.layout)
                 solved = rows.to(wide_dtype(self.device))
                 self.ranks.send_to_all(solved)
-            terms.append(ScoreTerm(table, (solved * weight).to(dtype), self._transform))
+            terms.append(ScoreTerm(table, (solved * weight).to(dtype), self._transformed))
         return terms
 
     def gram_of_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -161,7 +161,7 @@ class ScoreSource:
         parts = zip(self.train, self.weights, self._metric_rows(rows), strict=True)
         for table, weight, (_, solved) in parts:
             targets = coefficients.to(solved).T @ solved * abs(weight) ** 0.5
-            terms.append(ScoreTerm(table, targets.float(), self._transform))
+            terms.append(ScoreTerm(table, targets.float(), self._transformed))
         return terms
 
     def path_terms(self, dampings: Sequence[float | None], targets: slice = slice(None)) -> list[ScoreTerm]:
@@ -304,9 +304,7 @@ class ScoreSource:
         """
         for table, weight, q in zip(self.train, self.weights, self.row_factors(rows), strict=True):
             features = torch.from_numpy(table.read_rows(tables.FEATURES, rows)).to(self.device)
-            if self._transform is not None:
-                features = self._transform(features)
-            wide = features.to(wide_dtype(self.device))
+            wide = self._transformed(features).to(wide_dtype(self.device))
             wide = wide * torch.from_numpy(q * abs(weight) ** 0.5).to(wide)[:, None]
             if self._grams is None:
                 yield wide, wide
@@ -325,11 +323,6 @@ class ScoreSource:
             return (self._transformed(wide) * self.method.transform_targets(wide, self.layout)).sum(1)
 
         return own
-
-    @property
-    def _transform(self) -> Callable[[Tensor], Tensor] | None:
-        """Changes train rows before the product; ``None`` if the method does not."""
-        return self._transformed if self.method.transforms_rows else None
 
     def _transformed(self, rows: Tensor) -> Tensor:
         return _same_shape(self.method.transform(rows, self.layout), rows, self.method)
