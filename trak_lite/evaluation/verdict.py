@@ -106,12 +106,7 @@ class _Stored:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return the verdict that :meth:`to_json` serialised.
-
-        Raises:
-            KeyError: If a value is missing.
-            TypeError: If a value has a wrong type; may also be ValueError or AttributeError.
-        """
+        """Return the verdict of :meth:`to_json`; KeyError, TypeError, ValueError or AttributeError for other values."""
         verdict: Self = _read(cls, values)
         return verdict
 

@@ -84,20 +84,14 @@ def indexed_top(
 
     As long as too few targets of the set were measured for a lower bound of ``recall``, all rows are scored for some of
     them, and the candidates that the index would have found are compared with the exact rows. These measurements are
-    stored. All rows are scored for a set that has no more targets than a bound needs.
+    stored. All rows are scored for a set that has no more targets than a bound needs. Without a store that is open for
+    writing, only a complete index is used.
 
-    Args:
-        source: Computes the scores, with all ranks. Without a store that is open for writing, only a complete index is
-            used.
-        identity: The ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores.
-        k: Number of helpful and of harmful rows.
-        recall: Expected share of the exact rows among the result, at least; above 0 and below 1.
-
-    Returns:
-        The rows, as of :func:`~trak_lite.scoring.matrix.top_and_bottom`, and what to show with the scores; nothing if
-        all rows were scored, so that the rows are exact. ``"recall"`` is the mean share of the exact k rows that are
-        among the candidates, over the measured targets, of the worse end; ``"recall_at_least"`` is a lower bound of the
-        expected recall of the targets of the set, which both ends reach with a probability of 95 %.
+    ``identity`` has the ``"method"``, the ``"checkpoints"`` and the ``"train_rows"`` (contents) of the scores. Returns
+    the rows, as of :func:`~trak_lite.scoring.matrix.top_and_bottom`, and what to show with the scores; nothing if all
+    rows were scored, so that the rows are exact. ``"recall"`` is the mean share of the exact k rows that are among the
+    candidates, over the measured targets, of the worse end; ``"recall_at_least"`` is a lower bound of the expected
+    recall of the targets of the set, which both ends reach with a probability of 95 %.
     """
     terms = source.terms()
     # A set with no more targets than a bound needs gets exact rows: an index would not be used.
@@ -155,8 +149,6 @@ def mean_lower_bound(values: NDArray[np.float64], doubt: float) -> float:
         >>> round(mean_lower_bound(np.repeat([0.9, 1.0], 50), 0.05), 4)
         0.8785
     """
-    if not len(values):
-        return 0.0
     mean = float(values.mean())
     limit = math.log(1 / doubt) / len(values)
     low, high = 0.0, mean

@@ -349,10 +349,8 @@ class Scores:
         projection, the damping, the linearisation. Checkpoints of one run are not independent, so their standard error
         underestimates the change that another run would cause. Pass ``runs`` to compute the error over runs.
 
-        Measured on digits (``benchmarks/score_reliability.py``, root mean square): the difference between the scores
-        of 3 runs and of 3 other runs was 1.00 times the predicted one with ``runs`` (within two standard errors in
-        89 % of cases), and 1.19 times with separate checkpoints. Between two single runs of 5 checkpoints it was 1.24
-        times the predicted one.
+        ``docs/pages/choosing.md`` compares predicted with observed differences between runs
+        (``benchmarks/score_reliability.py``).
 
         Args:
             rows: Train rows ``(n,)``, or rows per target ``(M, k)``, as ``top(k).indices``; ``None`` for all.
@@ -390,11 +388,8 @@ class Scores:
         they do not, the ranking is mostly noise, and its top rows are not reliable. Agreement is necessary for a
         correct ranking but not sufficient: checkpoints may share an error. Agreement with retraining is not tested.
 
-        Measured on digits (``benchmarks/score_reliability.py``: 600 train rows, 120 targets, 10 % flipped labels, an
-        MLP, 6 runs of 5 checkpoints), means over targets: with the checkpoints of one run ``expected`` was .73, and the
-        actual correlation with another run was .53, so ``expected`` is an upper bound. With 3 runs ``expected`` was
-        .77, and the correlation with 3 other runs .72. Across targets, the rank correlation of ``expected`` with the
-        actual correlation was .59 (one run) and .71 (3 runs).
+        With the checkpoints of one run ``expected`` is an upper bound of the correlation with another run
+        (``docs/pages/choosing.md``, ``benchmarks/score_reliability.py``).
 
         Args:
             runs: Label of each checkpoint's run, in order. ``None`` treats each checkpoint as a run.

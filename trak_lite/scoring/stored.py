@@ -44,14 +44,8 @@ def stored_scores(
     """Return the scores of a target set and a method from the store.
 
     ``dense=False`` computes scores from the stored rows on access, with the checkpoints that the targets have features
-    of. ``run`` has the model, settings and store of the scores; it is ``None`` without a model.
-
-    Raises:
-        StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the targets have no
-            features, or train rows are pending.
-        ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
-            attributor, or of another task; with ``dense=False`` also if the targets are not the same at every
-            checkpoint.
+    of. ``run`` has the model, settings and store of the scores; it is ``None`` without a model. Raises as
+    :meth:`trak_lite.Attributor.scores`.
     """
     if not dense and not method.multiplies_rows:
         raise InvalidInputError(f"{method.name} scores are stored whole. Leave out dense=False.")
