@@ -5,16 +5,16 @@ Shapes: N train rows, M targets, b rows of a tile, k top rows per target, L damp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from trak_lite.core.validate import one_of, positive_int, real_at_least, target_number
-from trak_lite.data.columns import Column, Where, wanted_rows, weights_of
+from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, not_finite
 from trak_lite.scoring.matrix import AbstractScoreMatrix, Sign, StreamedMatrix
@@ -51,26 +51,6 @@ class RowChoice:
     """``(N,)`` whether a row is considered; ``None`` considers all."""
     weights: NDArray[np.float64] | None = None
     """``(N,)`` factor of each row's scores; ``None`` for 1."""
-
-    @classmethod
-    def of(
-        cls,
-        where: Where | None,
-        weights: ArrayLike | str | None,
-        columns: Callable[[], Mapping[str, Column]],
-        num_rows: int,
-    ) -> RowChoice:
-        """Return the choice of :meth:`trak_lite.Scores.top`; ``columns`` reads the stored columns, if one is named."""
-        named = columns() if isinstance(where, Mapping) or isinstance(weights, str) else {}
-        return cls(
-            None if where is None else wanted_rows(where, named, num_rows),
-            None if weights is None else weights_of(weights, named, num_rows),
-        )
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all rows are considered, without weights."""
-        return self.wanted is None and self.weights is None
 
     def parts(self, tiles: Tiles) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
         """Yield ``(row numbers, (b, M) scores)`` of the wanted rows in order, multiplied by the weights in float64."""

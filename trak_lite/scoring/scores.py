@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.json_text import shown
 from trak_lite.core.validate import one_of, positive_int, require_packages, target_number
-from trak_lite.data.columns import Column, Where, require_columns
+from trak_lite.data.columns import Column, Where, require_columns, wanted_rows, weights_of
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.trials import Trials
@@ -221,11 +221,10 @@ class Scores:
         k = positive_int(k=k)
         one_of(("helpful", "harmful"), sign=sign)
         number = None if target is None else target_number(target, self.shape[1], self.name)
-        choice = RowChoice.of(where, weights, lambda: self.columns, len(self))
-        rows = self.matrix.kept_top(k, sign) if choice.is_all else None
+        rows = self.matrix.kept_top(k, sign) if where is None and weights is None else None
         if rows is not None:
             return rows if number is None else TopRows(rows.indices[number], rows.scores[number])
-        rows = chosen_top(self.matrix, k, choice, target=number, sign=sign)
+        rows = chosen_top(self.matrix, k, self._choice(where, weights), target=number, sign=sign)
         return rows if number is None else TopRows(rows.indices[0], rows.scores[0])
 
     def tiles(self, wanted: NDArray[np.bool_] | None = None) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -315,8 +314,13 @@ class Scores:
         else:
             train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
         labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
-        return group_sums(
-            self.matrix, train, labels, RowChoice.of(where, weights, lambda: self.columns, len(self))
+        return group_sums(self.matrix, train, labels, self._choice(where, weights))
+
+    def _choice(self, where: Where | None, weights: ArrayLike | str | None) -> RowChoice:
+        columns = self.columns if isinstance(where, Mapping) or isinstance(weights, str) else {}
+        return RowChoice(
+            None if where is None else wanted_rows(where, columns, len(self)),
+            None if weights is None else weights_of(weights, columns, len(self)),
         )
 
     def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
