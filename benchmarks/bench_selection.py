@@ -69,7 +69,7 @@ def build(folder: str, num_rows: int) -> None:
     features_table(store, target_path("random", 0), TARGETS, seed=1)
     spec = replace(score_table_spec(num_rows, TARGETS, {}), chunk_rows=BATCH)
     table = store.create_table("scores", spec)
-    score_rows(table, source_of(store).terms(), device=CPU, label="scores", progress=False)
+    score_rows(table, source_of(store).terms(), label="scores", progress=False)
 
 
 def worker(folder: str, method: str) -> dict[str, Any]:

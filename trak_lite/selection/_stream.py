@@ -16,8 +16,7 @@ from torch import Tensor
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.scoring.choices import RowChoice
-from trak_lite.scoring.matrix import HeldMatrix
-from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.matrix import AbstractScoreMatrix
 
 Reduction = Literal["mean", "sum", "max"]
 _TILE_VALUES = 1 << 20
@@ -78,30 +77,23 @@ class Candidates(NamedTuple):
         return Candidates._make(map(np.concatenate, zip(self, other, strict=True)))
 
 
-def array_of(values: ArrayLike) -> NDArray[Any]:
-    """Return values as an array, those of a tensor detached; float32 takes the place of types that NumPy lacks."""
+def real_matrix(values: ArrayLike, required: str, num_rows: int | None = None) -> NDArray[Any]:
+    """Return values as a matrix of real numbers; raise ``required`` if they are none, or not of so many rows.
+
+    Those of a tensor are detached; float32 takes the place of types that NumPy lacks.
+    """
     if isinstance(values, Tensor):
-        values = values.detach().cpu()
-        return (
-            values.float() if values.dtype.itemsize < 4 and values.is_floating_point() else values
-        ).numpy()
-    return np.asarray(values)
-
-
-def shape_of(scores: Scores | ArrayLike) -> tuple[int, int]:
-    """Return ``(N, M)``."""
-    if isinstance(scores, Scores):
-        return scores.shape
-    array = np.asarray(scores)
-    if array.ndim != 2 or not array.size or array.dtype.kind not in "iuf":
-        raise InvalidInputError(
-            f"scores must be a Scores object or real numbers (N, M), got {array.dtype} of shape {array.shape}."
-        )
-    return array.shape[0], array.shape[1]
+        is_narrow = values.dtype.itemsize < 4 and values.is_floating_point()
+        values = (values.float() if is_narrow else values).detach().cpu()
+    array = np.asarray(values)
+    is_matrix = array.ndim == 2 and array.size > 0 and array.dtype.kind in "iuf"
+    if not is_matrix or num_rows not in (None, len(array)):
+        raise InvalidInputError(f"{required}, got {array.dtype} of shape {array.shape}.")
+    return array
 
 
 def best_rows(
-    scores: Scores | ArrayLike,
+    matrix: AbstractScoreMatrix,
     targets: TargetGroups,
     quotas: NDArray[np.int64],
     label_of: NDArray[np.int64] | None = None,
@@ -115,7 +107,7 @@ def best_rows(
     one). Tiles without a wanted row are not read.
     """
     best = _BestOfLabels(quotas)
-    for rows, tile in _parts(scores, RowChoice(wanted)):
+    for rows, tile in _parts(matrix, RowChoice(wanted)):
         if not np.isfinite(tile).all():
             row, target = np.argwhere(~np.isfinite(tile))[0].tolist()
             raise NonFiniteError(
@@ -170,10 +162,9 @@ class _BestOfLabels:
 
 
 def _parts(
-    scores: Scores | ArrayLike, choice: RowChoice
+    matrix: AbstractScoreMatrix, choice: RowChoice
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
     """Yield ``(row numbers, scores)`` of the chosen rows in order, at most about a million scores at a time."""
-    matrix = scores if isinstance(scores, Scores) else HeldMatrix(np.asarray(scores))
     for rows, tile in choice.parts(matrix.tiles):
         step = max(1, _TILE_VALUES // tile.shape[1])
         for first in range(0, len(tile), step):

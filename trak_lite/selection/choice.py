@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 from trak_lite.core.validate import one_of, positive_int, real_at_least, some_of
 from trak_lite.data.columns import Column, Where, column_of, label_text, wanted_rows
 from trak_lite.errors import InvalidInputError
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix
 from trak_lite.scoring.scores import Scores
 from trak_lite.selection._greedy import greedy
-from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, array_of, best_rows, shape_of
+from trak_lite.selection._stream import Candidates, Reduction, TargetGroups, best_rows, real_matrix
 from trak_lite.selection.result import Selection
 
 Method = Literal["top", "less", "greedy", "balanced"]
@@ -111,11 +112,15 @@ def select(
     factor = 1.0 if one_of(("helpful", "harmful"), sign=sign) == "helpful" else -1.0
     chosen_reduction = REDUCTIONS[method] if reduction is None else reduction
     one_of(("mean", "sum", "max"), reduction=chosen_reduction)
-    scores = scores if isinstance(scores, Scores) else array_of(scores)
-    num_rows, num_targets = shape_of(scores)
+    matrix: AbstractScoreMatrix
+    if isinstance(scores, Scores):
+        matrix = scores.matrix
+    else:
+        matrix = HeldMatrix(real_matrix(scores, "scores must be a Scores object or real numbers (N, M)"))
+    num_rows, num_targets = matrix.shape
     wanted = None
     if where is not None:
-        columns = _columns(scores, where, data) if isinstance(where, Mapping) else {}
+        columns = _columns(scores, where, data, num_rows) if isinstance(where, Mapping) else {}
         wanted = wanted_rows(where, columns, num_rows)
     most = num_rows if wanted is None else int(wanted.sum())
     k = min(positive_int(k=k), most)
@@ -131,7 +136,7 @@ def select(
         made_with["chosen_from"] = most
     if isinstance(scores, Scores):
         made_with["targets"] = scores.name
-    best = partial(best_rows, scores, targets, wanted=wanted)
+    best = partial(best_rows, matrix, targets, wanted=wanted)
     if method == "balanced":
         rows, more, settings = _balanced(best, k, _labels(groups, data, scores, num_rows), quotas, wanted)
     elif method == "greedy":
@@ -260,11 +265,10 @@ def _refuse_others(method: str, **arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _columns(scores: Scores | ArrayLike, names: Iterable[str], data: Any) -> dict[str, Column]:
+def _columns(scores: Scores | ArrayLike, names: Iterable[str], data: Any, num_rows: int) -> dict[str, Column]:
     """Return the columns of ``data`` with these names, or without data those of the store."""
     if data is None:
         return scores.columns if isinstance(scores, Scores) else {}
-    num_rows, _ = shape_of(scores)
     return {name: Column.of(column_of(data, name), num_rows, f"the column {name!r}") for name in names}
 
 
@@ -280,7 +284,7 @@ def _labels(groups: ArrayLike | str | None, data: Any, scores: Scores | ArrayLik
                 "the labels as groups."
             )
         return Column.of(groups, num_rows, "groups")
-    columns = _columns(scores, [groups], data)
+    columns = _columns(scores, [groups], data, num_rows)
     if groups not in columns:
         raise InvalidInputError(
             f"groups={groups!r} names a column. Give the data that have it: data=... The columns of the store are "
@@ -300,9 +304,5 @@ def _feature_reader(
             "method='greedy' needs features of the rows, and an array of scores has none. Give features (N, K), such "
             "as embeddings."
         )
-    array = array_of(features)
-    if array.ndim != 2 or len(array) != num_rows or array.dtype.kind not in "iuf":
-        raise InvalidInputError(
-            f"features must be real numbers ({num_rows}, K), got {array.dtype} of shape {array.shape}."
-        )
+    array = real_matrix(features, f"features must be real numbers ({num_rows}, K)", num_rows)
     return lambda rows: [array[rows]]
