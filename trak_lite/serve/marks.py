@@ -113,9 +113,8 @@ class MarksFile:
         }
         path = str(self.path)
         unfinished = str(self.path.with_name(f".{self.path.name}.new"))
-        with contextlib.suppress(FileNotFoundError):
-            # Of a killed process; a link is removed, what it names is not changed.
-            files.remove_file(unfinished)
+        # Of a killed process; a link is removed, what it names is not changed.
+        files.remove_file(unfinished, missing_ok=True)
         files.write_file(unfinished, json.dumps(content, indent=1).encode())
         seal(unfinished, _SEALED_AS)  # and sync it
         files.rename(unfinished, path)
