@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.core.devices import undisturbed
+from trak_lite.core.notebook import notebook_table
 from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
@@ -39,7 +40,6 @@ from trak_lite.methods import EKFAC, AbstractMethod, Method
 from trak_lite.methods.base import MadeScores
 from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, iterate_checkpoints
 from trak_lite.projectors import AbstractProjector
-from trak_lite.report.page import notebook_table
 from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
@@ -254,7 +254,7 @@ class Attributor:
         return printable(f"Attributor of {type(self.model).__name__}{lines}")
 
     def _repr_html_(self) -> str:
-        return notebook_table(f"Attributor of {type(self.model).__name__}", (), (), settings=self._shown())
+        return notebook_table(f"Attributor of {type(self.model).__name__}", settings=self._shown())
 
     def _shown(self) -> dict[str, str]:
         """Return the settings and the content of the store, as texts by name; an object store is not asked."""

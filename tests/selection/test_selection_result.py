@@ -129,7 +129,6 @@ def test_text_and_html_show_sizes_settings_and_first_rows():
     for part in ("7 of 20 train rows", "method=balanced", f"row {chosen().indices[0]}, score", "... 2 more"):
         assert part in text
     assert "more" not in repr(chosen(k=5))
-    pytest.importorskip("jinja2")
     html = chosen()._repr_html_()
     for part in ("Selection: 7 of 20 train rows", "&lt;b&gt;", "2 more rows"):
         assert part in html
@@ -138,7 +137,6 @@ def test_text_and_html_show_sizes_settings_and_first_rows():
 
 @pytest.mark.parametrize("number", [0, 10_000])
 def test_the_html_of_an_empty_or_large_selection_with_long_labels_is_short(number):
-    pytest.importorskip("jinja2")
     values = np.linspace(1, 0, number)
     labels = np.full(number, "<script>" + "x" * 1000)
     settings = {"<i>" * 1000: "</table>" * 1000, "method": "top"}

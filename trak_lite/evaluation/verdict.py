@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from html import escape
 from textwrap import indent
 from types import UnionType
-from typing import Any, Final, NamedTuple, Self, cast, final, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, cast, final, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.notebook import notebook_table
 from trak_lite.errors import printable
 from trak_lite.evaluation.datamodeling import FEWEST_SUBSETS, LinearDatamodelingScore, ScoreDifference
-
-_SHOWN: Final = 10
-"""Largest number of lines of a table in a notebook."""
-_LONGEST: Final = 300
-"""Largest number of characters of a text in a notebook."""
 
 
 class Predictions(NamedTuple):
@@ -178,7 +173,7 @@ class Verdict(_Stored):
 
     def _repr_html_(self) -> str:
         more = [str(one) for one in (self.calibration, self.conclusion, self.compared) if one]
-        return _html(
+        return notebook_table(
             f"LDS {self.lds.mean:.3f}",
             ("baseline", "LDS", "the scores lead by"),
             [(one.name, str(one.lds), str(one.lead)) for one in self.baselines],
@@ -217,7 +212,7 @@ class OneRunVerdict(_Stored):
         return printable("\n".join(lines))
 
     def _repr_html_(self) -> str:
-        return _html(
+        return notebook_table(
             "LDS, the same run",
             ("left out", "LDS"),
             [(_percent(share), str(lds)) for share, lds in self.lds],
@@ -227,23 +222,6 @@ class OneRunVerdict(_Stored):
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%"
-
-
-def _html(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, notes: Sequence[str]) -> str:
-    """Return a title, a table of at most 10 rows and notes as HTML in the colours of the page."""
-    lines = [_tagged("td", row) for row in rows[:_SHOWN]]
-    table = f"<table><thead>{_tagged('th', columns)}</thead><tbody>{''.join(lines)}</tbody></table>"
-    more = [f"{len(rows) - _SHOWN:,} more"] if len(rows) > _SHOWN else []
-    texts = "".join(f"<p>{_escaped(text)}</p>" for text in (*more, *notes))
-    return f"<div><p><strong>{_escaped(title)}</strong></p>{table if rows else ''}{texts}</div>"
-
-
-def _tagged(tag: str, values: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_escaped(value)}</{tag}>' for value in values)}</tr>"
-
-
-def _escaped(text: str) -> str:
-    return escape(printable(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."))
 
 
 def _read(kind: Any, value: Any) -> Any:

@@ -144,31 +144,13 @@ def notebook_summary(scores: ReportedScores) -> str:
         helpful, harmful = scores.top(k, sign="helpful"), scores.top(k, sign="harmful")
         shown = range(min(scores.shape[1], _SUMMARY_TARGETS))
         top = [(target, _listed(helpful, target), _listed(harmful, target)) for target in shown]
+    settings = [pair for pair in scores.settings.items() if pair[1] is not None][:_NOTEBOOK_SETTINGS]
     return fragment(
         "summary.html",
         scores=scores,
-        settings=_notebook_settings(scores.settings),
+        settings=[[cut(str(text), _NOTEBOOK_LENGTH) for text in pair] for pair in settings],
         top=top,
         place=f"stored in {where}" if scores.stored else f"not stored, computed from the rows in {where}",
-    )
-
-
-def notebook_table(
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    settings: Mapping[str, Any],
-    note: str = "",
-) -> str:
-    """Return a heading, a table, settings and a note as HTML; long texts are cut."""
-    return fragment(
-        "table.html",
-        title=title,
-        columns=columns,
-        rows=[[cut(value, _NOTEBOOK_LENGTH) for value in row] for row in rows],
-        settings=_notebook_settings(settings),
-        note=note,
     )
 
 
@@ -199,12 +181,6 @@ def _settings(scores: ReportedScores) -> list[tuple[str, str]]:
         ("made with", scores.manifest.made_with),
     )
     return [(f"{group}: {key}", _value(value)) for group, values in groups for key, value in values.items()]
-
-
-def _notebook_settings(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the first settings, with long names and values cut."""
-    texts = [(key, str(value)) for key, value in settings.items() if value is not None][:_NOTEBOOK_SETTINGS]
-    return [(cut(key, _NOTEBOOK_LENGTH), cut(value, _NOTEBOOK_LENGTH)) for key, value in texts]
 
 
 def _value(value: Any) -> str:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.json_text import parse_json
+from trak_lite.core.notebook import notebook_table
 from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import require_packages
 from trak_lite.data.columns import label_text, short_texts
 from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
-from trak_lite.report.page import notebook_table
 from trak_lite.scoring.frames import DataFrame, frame
 
 _SHOWN: Final = 5
@@ -97,8 +97,8 @@ class Selection:
             f"Selection: {len(self):,} of {self.num_rows:,} train rows",
             list(self._columns()),
             [[_text(value) for value in row] for row in self._first()],
+            notes=[f"{len(self) - _SHOWN:,} more rows: selection.to_pandas()."] if len(self) > _SHOWN else [],
             settings=self.settings,
-            note=f"{len(self) - _SHOWN:,} more rows: selection.to_pandas()." if len(self) > _SHOWN else "",
         )
 
     def to_pandas(self) -> DataFrame:
