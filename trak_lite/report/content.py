@@ -66,6 +66,10 @@ class ReportedScores(Protocol):
     """Name of the target set."""
     settings: dict[str, Any]
     """Settings of the scores."""
+    location: str | None
+    """Path of the store, ``None`` in memory."""
+    manifest: Manifest
+    """Manifest of the store."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,14 +78,6 @@ class ReportedScores(Protocol):
     @property
     def stored(self) -> bool:
         """Whether the matrix of scores is in the store."""
-
-    @property
-    def location(self) -> str | None:
-        """Path of the store, ``None`` in memory."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of the store."""
 
     @property
     def verdict(self) -> Verdict | None:
