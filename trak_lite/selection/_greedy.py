@@ -1,18 +1,9 @@
-r"""Greedy choice of rows that are valuable and not alike.
+r"""Greedy choice of rows that are valuable and not alike, by the objective F of ``select(method="greedy")``.
 
-The choice maximises, over sets S of k candidates,
-
-.. math::
-    F(S) = \sum_{i \in S} \frac{v_i}{s}
-    + \alpha \, \frac{\log\det(I + C_S / \delta)}{\log(1 + 1 / \delta)},
-
-with the value :math:`v_i` of a row, the root mean square s of the candidates' values, and the cosines C of the
-candidates' features (their mean over checkpoints). The second term is the information that noisy observations along
-the rows give (Krause, Singh and Guestrin, JMLR 9, 2008, section 3, for Gaussian processes): it is monotone and
-submodular, and a row that repeats chosen rows adds little to it. For :math:`\delta \to 0` it is the objective of
-determinantal point processes, whose greedy algorithm by incremental Cholesky rows is used here (Chen, Zhang and Zhou,
-NeurIPS 2018, algorithm 1). If all values are at least 0, greedy choices reach 1 - 1/e of the largest F (Nemhauser,
-Wolsey and Fisher, 1978). F does not depend on the signs of the rows, so it needs no q.
+Its second term is monotone and submodular, and a row that repeats chosen rows adds little to it. Without noise it is
+the objective of determinantal point processes, whose greedy algorithm by incremental Cholesky rows is used here (Chen,
+Zhang and Zhou, NeurIPS 2018, algorithm 1). If all values are at least 0, greedy choices reach 1 - 1/e of the largest F
+(Nemhauser, Wolsey and Fisher, 1978). F does not depend on the signs of the rows, so it needs no q.
 
 Shapes: P candidates, k chosen rows, K feature width, C checkpoints.
 """
@@ -28,7 +19,7 @@ from numpy.typing import NDArray
 from trak_lite.errors import NonFiniteError
 
 NOISE = 0.1
-"""delta: the second copy of a row adds 0.27 of what the first adds, the third 0.16."""
+"""Of the observations along the rows: the second copy of a row adds 0.27 of what the first adds, the third 0.16."""
 _EQUAL = 1e-9
 """Gains whose difference is smaller are equal; rounding errors of equal rows differ by their places in a matrix."""
 
