@@ -119,23 +119,23 @@ class ScoreSource:
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""
-        if self._grams is not None:
-            self._grams.make(self.train, self.ranks)
+        grams, dtype = self._grams, self.product_dtype()
+        if grams is not None:
+            grams.make(self.train, self.ranks)
+            dtype = self.product_dtype(grams.settings.damping)
+            # The trace, which a lambda is small or large against, is not known yet.
+            if grams.settings.lambda_reg and self.num_rows < self._widest:
+                dtype = wide_dtype(self.device)
         terms = []
-        settings = None if self._grams is None else self._grams.settings
-        dtype = self.product_dtype(*([] if settings is None else [settings.damping]))
-        # The trace, which a lambda is small or large against, is not known yet.
-        if settings is not None and settings.lambda_reg and self.num_rows < self._widest:
-            dtype = wide_dtype(self.device)
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
-            if self._grams is None:
+            if grams is None:
                 solved = _same_shape(
                     self.method.transform_targets(rows, self.layout), rows, self.method
                 ).float()
             else:
                 if self.ranks.rank == 0:
-                    rows = precondition(rows, self._kernels(table, self._grams), layout=self.layout)
+                    rows = precondition(rows, self._kernels(table, grams), layout=self.layout)
                 solved = rows.to(wide_dtype(self.device))
                 self.ranks.send_to_all(solved)
             terms.append(ScoreTerm(table, (solved * weight).to(dtype), self._transformed))
