@@ -167,7 +167,7 @@ def scores_of_stream(
                     tops += [TopRows(rows, scores[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
     made = PartialMatrix(len(train), tops, k or 1) if matrix is None else HeldMatrix(matrix)
-    return scorer.scores_of(made, "targets", scorer.convergence(), **shown)
+    return scorer.scores_of(made, "targets", **shown)
 
 
 def refined_scores(
@@ -224,7 +224,7 @@ def refined_scores(
         f"top{compared}_overlap": round(overlap, 3),
         "train_passes": round(share, 4),
     }
-    return scorer.scores_of(matrix, name, scorer.convergence(tables), **shown)
+    return scorer.scores_of(matrix, name, tables, **shown)
 
 
 @final
@@ -243,19 +243,18 @@ class _Scorer:
         refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
 
     def scores_of(
-        self, matrix: AbstractScoreMatrix, name: str, convergence: tuple[Convergence, ...], **shown: Any
+        self, matrix: AbstractScoreMatrix, name: str, digests: Iterable[str] | None = None, **shown: Any
     ) -> Scores:
-        """Return the scores in a matrix, with ``shown`` among their settings."""
-        run, settings = self.session.run, shown_settings(self.method, **shown)
-        manifest, task = Manifest(run.settings.manifest(None).fingerprint), run.target_task
-        return Scores(matrix, name, self.method, manifest, settings, known_task=task, convergence=convergence)
+        """Return the scores in a matrix, with ``shown`` among their settings.
 
-    def convergence(self, digests: Iterable[str] | None = None) -> tuple[Convergence, ...]:
-        """Return the convergence at every checkpoint, by default in the order of visits, over all blocks of targets."""
-        order = list(self._convergence if digests is None else digests)
-        return tuple(
-            Convergence.joined(self._convergence[digest]) for digest in order if digest in self._convergence
-        )
+        Their convergence is over all blocks of targets, in the order of ``digests``, by default in that of visits.
+        """
+        run, made = self.session.run, self._convergence
+        settings, task = shown_settings(self.method, **shown), run.target_task
+        manifest = Manifest(run.settings.manifest(None).fingerprint)
+        order = made if digests is None else [digest for digest in digests if digest in made]
+        joined = tuple(Convergence.joined(made[digest]) for digest in order)
+        return Scores(matrix, name, self.method, manifest, settings, known_task=task, convergence=joined)
 
     def blocks(self, num_rows: int, max_bytes: int) -> list[NDArray[np.int64]]:
         """Return the targets of each pass over ``num_rows`` train rows."""
