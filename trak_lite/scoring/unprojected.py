@@ -167,7 +167,7 @@ def scores_of_stream(
                     tops += [TopRows(rows, scores[rows, target]) for target, rows in enumerate(kept)]
     shown = {"checkpoints": len(checkpoints), **({} if k is None else {"k": k})}
     made = PartialMatrix(len(train), tops, k or 1) if matrix is None else HeldMatrix(matrix)
-    return scorer.scores_of(made, "targets", **shown)
+    return scorer.scores_of(made, "targets", None, **shown)
 
 
 def refined_scores(
@@ -243,11 +243,11 @@ class _Scorer:
         refuse_sharded(self.session.model, "scores of unprojected gradients", "Use featurize and score")
 
     def scores_of(
-        self, matrix: AbstractScoreMatrix, name: str, digests: Iterable[str] | None = None, **shown: Any
+        self, matrix: AbstractScoreMatrix, name: str, digests: Iterable[str] | None, **shown: Any
     ) -> Scores:
         """Return the scores in a matrix, with ``shown`` among their settings.
 
-        Their convergence is over all blocks of targets, in the order of ``digests``, by default in that of visits.
+        Their convergence is over all blocks of targets, in the order of ``digests``, or of visits (``None``).
         """
         run, made = self.session.run, self._convergence
         settings, task = shown_settings(self.method, **shown), run.target_task
