@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from trak_lite.core.fingerprint import describe_source, tensor_json
 from trak_lite.core.folders import whole_file
-from trak_lite.core.json_text import canonical_json, parse_json
+from trak_lite.core.json_text import canonical_json
 from trak_lite.core.progress import KeptProgress
 from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import (
-    CorruptStoreError,
     InvalidInputError,
     ManifestMismatchError,
     StateError,
@@ -36,7 +35,7 @@ from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.store import RemotePlace
 from trak_lite.store.disk.check_run import RUN, run_identity
-from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.manifest import compare_fingerprints, stored_json
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import (
@@ -145,15 +144,7 @@ class TrainingRun:
         if self.path is None:
             return self._held
         file = self.path / RUN
-        try:
-            record = parse_json(sealed_content(str(file), RUN)) if file.exists() else {}
-        except ValueError as error:
-            raise CorruptStoreError(
-                f"{file} cannot be read ({error}). Delete the folder and train again."
-            ) from error
-        if not isinstance(record, dict):
-            raise CorruptStoreError(f"{file} is not a JSON object. Delete the folder and train again.")
-        return record
+        return stored_json(sealed_content(str(file), RUN), what=str(file)) if file.exists() else {}
 
     def _note(self, **values: Any) -> None:
         record = {**self._record(), **values}
