@@ -79,14 +79,14 @@ class Job:
 
     def __post_init__(self) -> None:
         # First: the recipe's functions may change the global variables in it.
-        self._training = self.recipe.training(self.config.recipe_arguments)
-        model = self.recipe.call("build_model", self.config.recipe_arguments)
+        self._training = self.recipe.training()
+        model = self.recipe.call("build_model")
         self.attributor = Attributor(model, **self.config.attributor_arguments())
 
     @cached_property
     def train_data(self) -> Any:
         """The recipe's train data."""
-        return self.recipe.call("train_data", self.config.recipe_arguments)
+        return self.recipe.call("train_data")
 
     @property
     def _samples(self) -> Any:
@@ -101,7 +101,7 @@ class Job:
     @cached_property
     def target_rows(self) -> Rows:
         """The rows of the recipe's targets that the config selects."""
-        data = self.recipe.call("target_data", self.config.recipe_arguments)
+        data = self.recipe.call("target_data")
         return Rows(data, **self.config.values["target_data"], what="the targets")
 
     def _trained_with(self, num_rows: int | None = None) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Job:
         The checkpoints are moved to their path after the training, so that an interrupted training leaves none there.
         """
         folder = self.config.values["checkpoints"]
-        train = self.recipe.bound("train", self.config.recipe_arguments)
+        train = self.recipe.bound("train")
         if train is None or not isinstance(folder, str) or _has_entries(folder):
             return 0
         if "checkpoints" in self.config.recorded:
@@ -204,7 +204,7 @@ class Job:
             # Those of the user have no checksum.
             for file in Path(checkpoints).glob("checkpoint-*.safetensors"):
                 sealed_content(os.path.realpath(file), file.name, required=False, delete="its folder")
-        columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
+        columns = recipe_columns(self.recipe, self.train_rows)
         values = {name: column.values for name, column in columns.items()}
         more = self.config.values["featurize"]
         return self.attributor.featurize(self.train_rows, checkpoints, columns=values, **more)
@@ -221,7 +221,7 @@ class Job:
         """Return the scores, the recipe's training of rows that are numbered as in these, and the targets."""
         score = self.config.values["score"]
         scores = self.attributor.scores(score["name"], method=score["method"], task=score["task"])
-        train = self.recipe.bound("train", self.config.recipe_arguments)
+        train = self.recipe.bound("train")
         if train is None:
             raise InvalidInputError(
                 f"The recipe {self.recipe.path} defines no train(indices, seed), which verify calls for every random "
@@ -234,7 +234,7 @@ class Job:
 
     def unroll(self) -> Scores:
         """Train so that the training can be replayed, and return the derivatives of the targets through it."""
-        training = self.recipe.bound("training", self.config.recipe_arguments)
+        training = self.recipe.bound("training")
         made = None if training is None else training()
         if not isinstance(made, unrolled.Recipe):
             raise InvalidInputError(
@@ -258,7 +258,7 @@ class Job:
         names = [*(self.where or ()), *([] if self.by is None else [self.by])]
         if not names:
             return
-        columns = recipe_columns(self.recipe, self.config.recipe_arguments, self.train_rows)
+        columns = recipe_columns(self.recipe, self.train_rows)
         if _is_store(self.config.path):
             with open_store(self.config.path) as store:
                 columns |= stored_columns(store)
@@ -512,7 +512,7 @@ def renders(config: RunConfig) -> tuple[Render | None, Render | None]:
     """Return the recipe's ``render`` and ``render_target``, of the rows that the config selects."""
 
     def of_rows(function: str, indices: Sequence[int] | None) -> Render | None:
-        render = None if config.recipe is None else config.recipe.bound(function, config.recipe_arguments)
+        render = None if config.recipe is None else config.recipe.bound(function)
         return render if render is None or indices is None else lambda row: render(indices[row])
 
     train, target = (config.values[section]["indices"] for section in ("train_data", "target_data"))

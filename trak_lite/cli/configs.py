@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from types import UnionType
@@ -69,11 +69,6 @@ class RunConfig:
         """Path or address of the store."""
         return resolve_place(self.values["path"])
 
-    @property
-    def recipe_arguments(self) -> dict[str, Any]:
-        """Arguments of the recipe's functions."""
-        return dict(self.values.get(SECTION, {}))
-
     def attributor_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of an :class:`~trak_lite.Attributor`, except the model."""
         chosen = {key.name: self.values[key.name] for key in keys_of(Attributor.__init__)}
@@ -117,7 +112,10 @@ def read_config(source: str | RunRecord, options: Sequence[Option], *, runs: boo
         recipe = load_recipe((Path() if "recipe" in typed else folder) / values["recipe"])
         keys, named = recipe.keys(), {f"{SECTION}.{name}": value for name, value in arguments.items()}
     values |= _parsed(keys, named, of_recipe, where)
-    values["recipe"] = None if recipe is None else str(recipe.path)
+    values["recipe"] = None
+    if recipe is not None:
+        recipe = replace(recipe, arguments=values.get(SECTION, {}))
+        values["recipe"] = str(recipe.path)
     changed = {name.removesuffix("+") for name in typed}
     recorded = {key.name for key in needed} - changed if isinstance(source, RunRecord) else ()
     checkpoints, path = values["checkpoints"], resolve_place(values["path"])

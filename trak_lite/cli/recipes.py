@@ -12,7 +12,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import decode_source, module_from_spec
@@ -60,6 +60,8 @@ class Recipe:
     """SHA-256 of its bytes."""
     functions: Mapping[str, Callable[..., Any]]
     """The functions that the recipe defines, by name."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the functions, by name, that a config sets."""
 
     def keys(self) -> list[Key]:
         """Return a key for every argument of the functions that a config can set.
@@ -79,22 +81,22 @@ class Recipe:
                     )
         return list(keys.values())
 
-    def bound(self, name: str, arguments: Mapping[str, Any]) -> partial[Any] | None:
+    def bound(self, name: str) -> partial[Any] | None:
         """Return a function with the arguments that it accepts; ``None`` if the recipe does not define it."""
         function = self.functions.get(name)
         if function is None:
             return None
         taken = [key.argument for key in _keys(name, function)]
         # Lists become tuples: verify identifies a training by its arguments, and of a list only by its class.
-        values = {key: _tuple(arguments[key]) for key in taken if key in arguments}
+        values = {key: _tuple(self.arguments[key]) for key in taken if key in self.arguments}
         return partial(function, **values)
 
-    def training(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    def training(self) -> dict[str, Any] | None:
         """Return JSON values that differ for another ``train``, as of retrained models; ``None`` without ``train``.
 
         They include the global variables that ``train`` itself names.
         """
-        train = self.bound("train", arguments)
+        train = self.bound("train")
         if train is None:
             return None
         function: Any = inspect.unwrap(train.func)
@@ -108,13 +110,13 @@ class Recipe:
         }
         return {"train()": describe_source(train.func), **of_values}
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    def call(self, name: str) -> Any:
         """Call one of the required functions.
 
         Raises:
             InvalidInputError: If a package that the function imports is not installed.
         """
-        function = self.bound(name, arguments)
+        function = self.bound(name)
         assert function is not None  # load_recipe has checked it
         try:
             return function()
@@ -149,9 +151,9 @@ def load_recipe(path: Path) -> Recipe:
     return Recipe(path, digest, functions)
 
 
-def recipe_columns(recipe: Recipe, arguments: Mapping[str, Any], train: Rows) -> dict[str, Column]:
+def recipe_columns(recipe: Recipe, train: Rows) -> dict[str, Column]:
     """Return the columns of the train data that a recipe returns, of the rows that the config selects."""
-    columns = recipe.bound("columns", arguments)
+    columns = recipe.bound("columns")
     values = {} if columns is None else columns()
     if not isinstance(values, dict):
         raise InvalidInputError(

@@ -72,7 +72,7 @@ def pages_of(config: RunConfig) -> Pages:
         sets = Sets(names, opener(config, manifest), columns, num_rows)
         return Pages(title, sets, marks, Renders(), task=task)
     live = _live_model(config, config.recipe)
-    columns = {**columns, **recipe_columns(config.recipe, config.recipe_arguments, live.train)}
+    columns = {**columns, **recipe_columns(config.recipe, live.train)}
     method_of = methods_of(config, manifest)
     sets = Sets(names, lambda name: live.attributor.scores(name, method=method_of(name)), columns, num_rows)
     task_of = cache(partial(_task_of, config, live, sets))
@@ -80,12 +80,12 @@ def pages_of(config: RunConfig) -> Pages:
 
 
 def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
-    arguments, values = config.recipe_arguments, config.values
-    model = recipe.call("build_model", arguments)
+    values = config.values
+    model = recipe.call("build_model")
     attributor = Attributor.open(config.path, model, device=values["device"], progress=False)
     names = _names(config)
     train, targets = (
-        Rows(recipe.call(f"{kind}_data", arguments), **values[f"{kind}_data"], what=what)
+        Rows(recipe.call(f"{kind}_data"), **values[f"{kind}_data"], what=what)
         for kind, what in (("train", "the train data"), ("target", "the targets"))
     )
     with open_store(config.path) as store:
@@ -100,10 +100,10 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
             store=store,
             # A text has no scores of a matrix method.
             method=method if chosen.multiplies_rows else None,
-            salt=digest_of({"recipe": recipe.digest, "arguments": arguments}),
-            sample_of=recipe.bound("sample", arguments),
-            predict=recipe.bound("predict", arguments),
-            tokens=recipe.bound("tokens", arguments),
+            salt=digest_of({"recipe": recipe.digest, "arguments": recipe.arguments}),
+            sample_of=recipe.bound("sample"),
+            predict=recipe.bound("predict"),
+            tokens=recipe.bound("tokens"),
         )
 
 
