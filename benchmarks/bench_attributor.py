@@ -18,7 +18,6 @@ Run:  python -m benchmarks.bench_attributor [--rounds 3] [--cases digits-512 ...
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -44,8 +43,7 @@ from benchmarks.lds.data import digits
 from benchmarks.lds.language import pretrained_gpt, python_chunks
 from benchmarks.lds.settings import SETTINGS
 from benchmarks.lds.truth import full_runs
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import ROOT, cpu_seconds, run_worker
+from benchmarks.measuring import ROOT, cpu_seconds, parser_of, run_worker
 from trak_lite import Attributor
 
 CASES = {
@@ -55,7 +53,6 @@ CASES = {
 }
 TOOLS = ("trak_lite", "original")
 BATCH = 32
-RESULTS = FOLDER / "attributor.json"
 
 
 def load(case: dict[str, Any]) -> tuple[nn.Module, TensorDataset]:
@@ -67,9 +64,8 @@ def load(case: dict[str, Any]) -> tuple[nn.Module, TensorDataset]:
     return model, TensorDataset(torch.randn(case["rows"], 3, 32, 32), torch.randint(10, (case["rows"],)))
 
 
-def worker(tool: str, name: str) -> None:
-    """Run one tool on one case and print its figures as JSON."""
-    torch.set_num_threads(1)
+def worker(tool: str, name: str) -> dict[str, float]:
+    """Run one tool on one case and return its figures."""
     warnings.simplefilter("ignore")
     model, data = load(CASES[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -77,12 +73,12 @@ def worker(tool: str, name: str) -> None:
         job = Job(model, margin, data, BATCH, CASES[name]["proj_dim"], folder)
         seconds = cpu_seconds(lambda: RUNS[tool](job)())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"cpu_s": seconds, "peak_mib": peak / 1024, "before_mib": before / 1024}))
+    return {"cpu_s": seconds, "peak_mib": peak / 1024, "before_mib": before / 1024}
 
 
 def measure(tool: str, name: str) -> dict[str, float]:
     """Run a worker in a separate process."""
-    figures = run_worker("benchmarks.bench_attributor", "--worker", tool, name)
+    figures = run_worker(worker, tool, name)
     if "fails" in figures:
         raise RuntimeError(f"{tool} failed on {name}: {figures['fails']}")
     return figures
@@ -167,7 +163,6 @@ PROBLEMS = {
 
 def whole_run(tool: str, problem: str, count: int) -> dict[str, Any]:
     """Return the CPU seconds of a run from featurizing to scores, and the norm of the scores if they are ours."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     make, name, _ = PROBLEMS[problem]
     model, states, train, targets = make(count)
@@ -246,10 +241,7 @@ def compare_whole(problem: str, count: int, rounds: int, before: Path | None) ->
     found: dict[str, list[dict[str, Any]]] = {tool: [] for tool in environments}
     for _ in range(rounds):
         for tool, environment in environments.items():
-            figures = run_worker(
-                *("benchmarks.bench_attributor", "--whole-worker", tool, problem, str(count)),
-                environment=environment,
-            )
+            figures = run_worker(whole_run, tool, problem, count, environment=environment)
             print(tool, figures, flush=True)
             found[tool].append(figures)
     return {"checkpoints": count, "rounds": found}
@@ -257,28 +249,16 @@ def compare_whole(problem: str, count: int, rounds: int, before: Path | None) ->
 
 def main() -> None:
     """Compare on every case, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "attributor.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--worker", nargs=2, metavar=("TOOL", "CASE"), help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help="measure the run from featurizing to scores")
     parser.add_argument("--checkpoints", type=int, default=10)
     parser.add_argument(
         "--before", type=Path, help="folder that contains trak_lite of another version, and no benchmarks"
     )
     parser.add_argument("--problem", default="digits", choices=list(PROBLEMS), help="of --whole")
-    parser.add_argument(
-        "--whole-worker", nargs=3, metavar=("TOOL", "PROBLEM", "CHECKPOINTS"), help=argparse.SUPPRESS
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker)
-        return
-    if args.whole_worker:
-        tool, problem, count = args.whole_worker
-        print(json.dumps(whole_run(tool, problem, int(count))))
-        return
     if args.whole:
         results = json.loads(args.out.read_text()) if args.out.exists() else {}
         compared = compare_whole(args.problem, args.checkpoints, args.rounds, args.before)

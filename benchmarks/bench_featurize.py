@@ -21,8 +21,6 @@ Run:  python -m benchmarks.bench_featurize [--rounds 1] [--half] [--cases digits
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
 import sys
@@ -31,21 +29,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import measuring, models
 from benchmarks.bench_gradients import CASES as GRADIENT_CASES
-from benchmarks.bench_gradients import margin
+from benchmarks.bench_gradients import margin, of_one_sample, original_output
 from benchmarks.measuring import cpu_seconds, memory_growth, run_worker
 
-MODULE = "benchmarks.bench_featurize"
-RESULTS = measuring.RESULTS / "featurize.json"
 OURS, ORIGINAL, ORIGINAL_HALF = "trak_lite", "original, float32", "original"
 SMALL = 500_000  # parameters up to which the original's float16 is bearable on any processor
 INNER_ROUNDS = 2  # of ours, in one process
@@ -148,7 +142,7 @@ def original(job: Job, *, half: bool = True) -> Callable[[], Any]:
 
     traker = TRAKer(
         job.model,
-        "image_classification" if job.is_classifier else _original_output(job.output),
+        "image_classification" if job.is_classifier else original_output(job.output),
         train_set_size=len(job.data),
         save_dir=job.folder,
         device="cpu",
@@ -163,29 +157,6 @@ def original(job: Job, *, half: bool = True) -> Callable[[], Any]:
             traker.featurize(batch, num_samples=len(batch[0]))
 
     return run
-
-
-def _original_output(output: ModelOutput) -> Any:
-    """Return a model output function of the original's kind, with q = 1."""
-    from trak.modelout_functions import AbstractModelOutput
-
-    class Output(AbstractModelOutput):
-        def __init__(self) -> None:
-            pass
-
-        def get_output(self, model, weights, buffers, *sample):
-            return of_one_sample(output, model, (weights, buffers), sample)
-
-        def get_out_to_loss_grad(self, model, weights, buffers, batch):
-            return torch.ones(len(batch[0]), 1)
-
-    return Output()
-
-
-def of_one_sample(output: ModelOutput, model: nn.Module, weights: Any, sample: tuple[Tensor, ...]) -> Tensor:
-    """Return f of one sample as a scalar function of the weights."""
-    parts = tuple(part.unsqueeze(0) for part in sample)
-    return output(lambda x: functional_call(model, weights, x), parts).squeeze(0)
 
 
 def dattri(job: Job) -> Callable[[], Any]:
@@ -263,7 +234,6 @@ class Runs:
 
 def worker(tool: str, name: str) -> dict[str, Any]:
     """Run one tool on one case and return its figures."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     runs = Runs(tool, CASES[name])
     with tempfile.TemporaryDirectory() as folder:
@@ -290,7 +260,7 @@ def compare(name: str, peers: list[str], rounds: int) -> dict[str, Any]:
     case = CASES[name]
     found: dict[str, list[dict[str, Any]]] = {}
     for tool in [OURS, *peers] * rounds + [OURS]:
-        figures = run_worker(MODULE, "--worker", tool, name)
+        figures = run_worker(worker, tool, name)
         print(name, tool, figures, file=sys.stderr, flush=True)
         found.setdefault(tool, []).append(figures)
     rows = {tool: _medians(runs) for tool, runs in found.items()}
@@ -360,17 +330,12 @@ def print_goals(name: str, part: dict[str, Any]) -> None:
 
 def main() -> None:
     """Compare on every case, print a table and the goals, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.parser_of(__doc__, "featurize.json")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=list(TOOLS), help="beside ours")
     parser.add_argument("--half", action="store_true", help="the original in float16 on large models too")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", nargs=2, metavar=("TOOL", "CASE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        print(json.dumps(worker(*args.worker)))
-        return
     parts = {}
     print(
         "| case | tool | rows | CPU ms per sample | x plain (per further batch) | ours is faster | peak MiB |"

@@ -21,7 +21,6 @@ Run:  python -m benchmarks.bench_gradients [--models cnn ...] [--engines dense .
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import math
@@ -37,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.measuring import cpu_seconds, memory_growth, run_worker
+from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker
 from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     HookGradientComputer,
@@ -47,7 +46,6 @@ from trak_lite.gradient_computers import (
 from trak_lite.modelout_functions import CallableModelOutput
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
-RESULTS = Path(__file__).parent / "results" / "gradients.json"
 TOLERANCE = 2e-2  # a ReLU or max-pool that ties the other way in float32; a wrong gradient is off by more
 BATCH_SECONDS = 0.15  # short passes are repeated until one measurement takes about this long
 Gradients = dict[str, Tensor]
@@ -158,30 +156,43 @@ def collecting(kind: Any) -> Callable[..., Engine]:
     return prepare
 
 
+def of_one_sample(
+    output: Callable[..., Tensor], model: nn.Module, weights: Any, sample: tuple[Tensor, ...]
+) -> Tensor:
+    """Return f of one sample as a scalar function of the weights."""
+    parts = tuple(part.unsqueeze(0) for part in sample)
+    return output(lambda x: torch.func.functional_call(model, weights, x), parts).squeeze(0)
+
+
+def original_output(output: Callable[..., Tensor]) -> Any:
+    """Return a model output function of the original's kind, with q = 1."""
+    from trak.modelout_functions import AbstractModelOutput
+
+    class Output(AbstractModelOutput):
+        def __init__(self) -> None:
+            pass
+
+        def get_output(self, model, weights, buffers, *sample):
+            if weights is None:  # of the iterative computer, with a batch
+                return output(model, sample)
+            return of_one_sample(output, model, (weights, buffers), sample)
+
+        def get_out_to_loss_grad(self, model, weights, buffers, batch):
+            return torch.ones(len(batch[0]), 1)
+
+    return Output()
+
+
 def traker(kind: str) -> Callable[..., Engine]:
     """The original TRAK's gradient computers."""
 
     def prepare(model: nn.Module, output: Callable[..., Tensor]) -> Engine:
         from trak import gradient_computers
-        from trak.modelout_functions import AbstractModelOutput
-
-        class Output(AbstractModelOutput):
-            def __init__(self) -> None:
-                pass
-
-            def get_output(self, model, weights, buffers, *sample):
-                if weights is None:
-                    return output(model, sample)
-                return output(
-                    lambda x: torch.func.functional_call(model, (weights, buffers), x),
-                    tuple(part.unsqueeze(0) for part in sample),
-                ).squeeze(0)
-
-            def get_out_to_loss_grad(self, model, weights, buffers, batch):
-                raise NotImplementedError
 
         size, device = sum(p.numel() for p in model.parameters()), next(model.parameters()).device
-        computer = getattr(gradient_computers, kind)(model, Output(), size, torch.float32, device)
+        computer = getattr(gradient_computers, kind)(
+            model, original_output(output), size, torch.float32, device
+        )
 
         def run(batch: Any) -> Gradients:
             grads = computer.compute_per_sample_grad(batch)
@@ -299,9 +310,8 @@ def peak_mib(engine: Engine, batch: Any) -> float | None:
     return growth.mib
 
 
-def worker(name: str, engine_name: str, rounds: int) -> None:
-    """Measure one engine on one model and print its figures as JSON."""
-    torch.set_num_threads(1)
+def worker(name: str, engine_name: str, rounds: int) -> dict[str, Any]:
+    """Measure one engine on one model and return its figures."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     make_model, make_batch, output = CASES[name]
@@ -329,12 +339,7 @@ def worker(name: str, engine_name: str, rounds: int) -> None:
     ratios = [ours / plain_pass for ours, plain_pass in pairs]
     figures |= {"ratio": statistics.median(ratios), "ratio_range": [min(ratios), max(ratios)]}
     figures["plain_cpu_ms"] = 1e3 * statistics.median(plain_pass for _, plain_pass in pairs)
-    print(json.dumps({**figures, "rounds": rounds}))
-
-
-def measure(name: str, engine: str, rounds: int) -> dict[str, Any]:
-    """Run a worker in a separate process; a failure of the engine is a result too."""
-    return run_worker("benchmarks.bench_gradients", "--rounds", str(rounds), "--worker", name, engine)
+    return {**figures, "rounds": rounds}
 
 
 def cell(figures: dict[str, Any]) -> str:
@@ -377,22 +382,17 @@ def save(found: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
 
 def main() -> None:
     """Measure every engine on every model, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "gradients.json")
     quick = [name for name in CASES if name not in SLOW]
     parser.add_argument("--models", nargs="*", default=quick, choices=list(CASES))
     parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "ENGINE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker, args.rounds)
-        return
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in args.models:
         found[name] = {}
         for engine in args.engines:
-            found[name][engine] = measure(name, engine, 1 if engine in ONCE else args.rounds)
+            found[name][engine] = run_worker(worker, name, engine, 1 if engine in ONCE else args.rounds)
             print(name, engine, cell(found[name][engine]), file=sys.stderr, flush=True)
     print_table(found, args.engines)
     save(found, args.out)

@@ -17,8 +17,6 @@ Run:  python -m benchmarks.bench_index [--folder FOLDER] [--rows 1000000]   (fai
 
 from __future__ import annotations
 
-import argparse
-import json
 import sysconfig
 import tempfile
 from dataclasses import replace
@@ -31,7 +29,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.lds.language import CHUNK, pretrained_gpt
-from benchmarks.measuring import RESULTS, cpu_seconds, memory_growth, run_worker, save_parts, surroundings
+from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite import Attributor, Rows
 from trak_lite.linalg.products import score_block
 from trak_lite.methods import GaussNewton
@@ -226,10 +224,11 @@ def whitened(folder: str) -> dict[str, Any]:
     """Write rows and targets whose inner products are the scores."""
     source = source_of(folder, "test")
     terms = source.terms()
-    kernels = source._kernels(source.train[0], source.method.kernel)
+    assert source._grams is not None
+    kernels = source._kernels(source.train[0], source._grams)
     out = np.lib.format.open_memmap(f"{folder}/rows.npy", "w+", np.float16, (source.num_rows, source.width))
     targets = torch.empty_like(terms[0].targets)
-    for segment, kernel in zip(source._layout.segments, kernels, strict=True):
+    for segment, kernel in zip(source.layout.segments, kernels, strict=True):
         targets[:, segment.start : segment.stop] = (
             terms[0].targets[:, segment.start : segment.stop].double() @ kernel.factor
         )
@@ -239,7 +238,7 @@ def whitened(folder: str) -> dict[str, Any]:
     for start in range(0, source.num_rows, BATCH):
         rows = source.train[0].read_rows(FEATURES, np.arange(start, min(start + BATCH, source.num_rows)))
         wide = torch.from_numpy(rows).float() * torch.from_numpy(q[start : start + len(rows)])[:, None]
-        parts = zip(source._layout.segments, inverses, strict=True)
+        parts = zip(source.layout.segments, inverses, strict=True)
         made = torch.cat([wide[:, s.start : s.stop] @ inverse.T for s, inverse in parts], 1)
         scale = scale or 1 / float(made.square().mean().sqrt())
         out[start : start + len(rows)] = (made * scale).numpy()
@@ -295,40 +294,26 @@ def faiss_part(folder: str, factory: str) -> dict[str, Any]:
     return figures
 
 
-def worker(folder: str, part: str) -> dict[str, Any]:
-    """Run one part in this process."""
-    if part.startswith("faiss "):
-        return faiss_part(folder, part.removeprefix("faiss "))
-    parts = {"exact": exact, "index": indexed, "whitened": whitened}
-    return parts[part](folder)
-
-
 def main() -> None:
     """Measure every part on both stores, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "index.json")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--stores", nargs="*", default=list(STORES))
     parser.add_argument(
         "--folder", type=Path, help="where the stores are kept; a temporary folder by default"
     )
-    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "PART"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "index.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.worker:
-        print(json.dumps(worker(*args.worker)))
-        return
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         for name in args.stores:
             folder = Path(args.folder or temporary) / name
             if not folder.exists():
                 folder.mkdir(parents=True)
                 STORES[name](str(folder), args.rows)
-            for part in ("exact", "index", "whitened", *(f"faiss {factory}" for factory in FAISS)):
-                figures = run_worker("benchmarks.bench_index", "--worker", str(folder), part)
-                print(name, part, json.dumps(figures), flush=True)
+            parts = {"exact": (exact,), "index": (indexed,), "whitened": (whitened,)}
+            parts |= {f"faiss {factory}": (faiss_part, factory) for factory in FAISS}
+            for part, (work, *more) in parts.items():
+                figures = run_worker(work, str(folder), *more)
                 if part != "whitened":
                     save_parts(args.out, surroundings(), {f"{name} / {args.rows} / {part}": figures})
 

@@ -14,22 +14,19 @@ Run:  python -m benchmarks.bench_pass [--batch 4 32] [--every 1] [--label NAME] 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 import os
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import RESULTS, surroundings
+from benchmarks.measuring import RESULTS, cpu_seconds, parser_of, surroundings
 from benchmarks.zoo import architectures
 from trak_lite.errors import TrakLiteError
 from trak_lite.gradient_computers.choice import choose_gradient_computer
@@ -49,14 +46,6 @@ def tensors_of(block: GradientBlock) -> list[Tensor]:
     parts = block.parts if isinstance(block, SummedBlock) else (block,)
     values = [getattr(part, field.name) for part in parts for field in dataclasses.fields(part)]
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def seconds(function: Callable[[], Any], count: int = 1) -> float:
-    """Return the CPU time of one call."""
-    start = time.process_time()
-    for _ in range(count):
-        function()
-    return (time.process_time() - start) / count
 
 
 def measured(name: str, batch_size: int, rounds: int) -> dict[str, Any]:
@@ -91,9 +80,10 @@ def measured(name: str, batch_size: int, rounds: int) -> dict[str, Any]:
     for _ in range(NUM_BATCHES):  # the recording, and its first comparisons
         replayed()
     passes[0] = 0
-    count = max(1, int(BURST_SECONDS / max(seconds(plain), 1e-4)))
+    count = max(1, int(BURST_SECONDS / max(cpu_seconds(plain), 1e-4)))
     triples = [
-        (seconds(gradients, count), seconds(plain, count), seconds(replayed, count)) for _ in range(rounds)
+        tuple(cpu_seconds(function, count) for function in (gradients, plain, replayed))
+        for _ in range(rounds)
     ]
     passes[0] -= rounds * count
     ours, theirs, _ = (min(times) for times in zip(*triples, strict=True))
@@ -123,32 +113,30 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--every", type=int, default=1, help="take every n-th architecture")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--label", default="current", help="name of the figures in the result")
     parser.add_argument("--only", nargs="+", help="names of architectures")
-    options = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "pass.json"
     table = json.loads(path.read_text()) if path.exists() else {}
-    names = options.only or list(architectures())[:: options.every]
-    for batch_size in options.batch:
+    names = args.only or list(architectures())[:: args.every]
+    for batch_size in args.batch:
         rows = {}
         for name in names:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 try:
-                    rows[name] = measured(name, batch_size, options.rounds)
+                    rows[name] = measured(name, batch_size, args.rounds)
                 except TrakLiteError as error:
                     print(name, "is refused:", str(error).splitlines()[0])
                     continue
             print(batch_size, name, rows[name], flush=True)
         level = os.environ.get("ATEN_CPU_CAPABILITY", "native")
-        key = f"{options.label}, batch {batch_size}, {level}"
+        key = f"{args.label}, batch {batch_size}, {level}"
         table[key] = {**surroundings(), "summary": summary(rows), "models": rows}
         print(key, table[key]["summary"])
         path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")

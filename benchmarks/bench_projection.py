@@ -20,15 +20,12 @@ Run:  python -m benchmarks.bench_projection [--large | --threads 2 | --factors] 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,8 +47,6 @@ from trak_lite.projectors.sketch.base import Keys
 from trak_lite.projectors.sketch.matrix import MatrixSketch, fourier_is_cheaper, has_many_pieces
 from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
 
-MODULE = "benchmarks.bench_projection"
-RESULTS = measuring.RESULTS / "projection.json"
 BATCH = 64
 SHAPES = {10**6: (1000, 1000), 10**7: (2500, 4000)}
 PROJ_DIMS = (512, 2048, 8192)
@@ -262,20 +257,11 @@ def one_thread(p: int, proj_dims: list[int], rounds: int) -> dict[str, Any]:
     for name in METHODS:
         if name in (READ, COPY):
             continue
-        memory[name] = run_worker(
-            MODULE,
-            "--worker",
-            "memory",
-            str(p),
-            *map(str, proj_dims),
-            "--method",
-            name,
-            environment=EXACT_MEMORY,
-        )
+        memory[name] = run_worker(memory_worker, name, p, proj_dims, environment=EXACT_MEMORY)
         print(name, memory[name], file=sys.stderr, flush=True)
     part: dict[str, Any] = {"batch": BATCH, "rounds": rounds, "proj_dims": {}}
     for proj_dim in proj_dims:
-        found = run_worker(MODULE, "--worker", "time", str(p), str(proj_dim), "--rounds", str(rounds))
+        found = run_worker(time_worker, p, proj_dim, rounds)
         if "seconds" not in found:
             raise RuntimeError(f"The worker of K = {proj_dim} failed: {found['fails']}")
         rows = summary(found["seconds"], memory, p, proj_dim)
@@ -344,12 +330,7 @@ def several_threads(p: int, proj_dims: list[int], rounds: int, threads: int) -> 
     print("| sketch | K | threads | median ms | shortest | longest | faster than one thread |")
     print("|---|--:|---|--:|--:|--:|--:|")
     for proj_dim in proj_dims:
-        found = run_worker(
-            MODULE,
-            *("--worker", "threads", str(p), str(proj_dim)),
-            *("--rounds", str(rounds), "--threads", str(threads)),
-            threads=threads,
-        )
+        found = run_worker(threads_worker, p, proj_dim, rounds, threads, threads=threads)
         if "fails" in found:
             raise RuntimeError(f"The worker of K = {proj_dim} failed: {found['fails']}")
         rows: dict[str, Any] = {}
@@ -391,7 +372,7 @@ FACTORS = [
 FACTORS_BATCH = 32
 
 
-def factors_worker(rounds: int) -> list[dict[str, Any]]:
+def factors_worker(rounds: int) -> dict[str, list[dict[str, Any]]]:
     """Return the milliseconds of both ways for every (shape, T, K), and the choice of the model."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -417,7 +398,7 @@ def factors_worker(rounds: int) -> list[dict[str, Any]]:
         row = {way: statistics.median(values) for way, values in times.items()}
         taken = "fourier" if fourier_is_cheaper(shape, positions, proj_dim=proj_dim) else "form"
         found.append({"shape": shape, "positions": positions, "proj_dim": proj_dim, "taken": taken, **row})
-    return found
+    return {"rows": found}
 
 
 def fitted_constants(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -451,10 +432,10 @@ def fitted_constants(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def factors(rounds: int) -> dict[str, Any]:
     """Measure both ways to sketch factors, print a table, return the part of the file."""
-    rows = run_worker(MODULE, "--worker", "factors", "--rounds", str(rounds))
-    if "fails" in rows:
-        raise RuntimeError(f"The worker failed: {rows['fails']}")
-    rows = rows["rows"]
+    found = run_worker(factors_worker, rounds)
+    if "fails" in found:
+        raise RuntimeError(f"The worker failed: {found['fails']}")
+    rows = found["rows"]
     print("| parameter | T | K | form ms | fourier ms | taken | costs, of the best |")
     print("|---|--:|--:|--:|--:|---|--:|")
     for row in rows:
@@ -468,36 +449,15 @@ def factors(rounds: int) -> dict[str, Any]:
     return {"batch": FACTORS_BATCH, "rounds": rounds, "cases": rows, "fitted_ns": fitted}
 
 
-def run_as_worker(args: argparse.Namespace) -> None:
-    """Measure one thing and print its figures as JSON."""
-    kind, *numbers = args.worker
-    p, *proj_dims = map(int, numbers or ["0"])
-    if kind == "memory":
-        found: Any = memory_worker(args.method, p, proj_dims)
-    elif kind == "time":
-        found = time_worker(p, proj_dims[0], args.rounds)
-    elif kind == "threads":
-        found = threads_worker(p, proj_dims[0], args.rounds, args.threads)
-    else:
-        found = {"rows": factors_worker(args.rounds)}
-    print(json.dumps(found))
-
-
 def main() -> None:
     """Run the requested measurements, print tables, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.parser_of(__doc__, "projection.json")
     parser.add_argument("--large", action="store_true", help="10 million entries instead of 1 million")
     parser.add_argument("--threads", type=int, default=1, help="wall time of the sketch on so many threads")
     parser.add_argument("--factors", action="store_true", help="both ways to sketch factors")
     parser.add_argument("--proj-dims", type=int, nargs="*", default=list(PROJ_DIMS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--method", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        run_as_worker(args)
-        return
     p = 10**7 if args.large else 10**6
     if args.factors:
         parts = {"factors": factors(args.rounds)}

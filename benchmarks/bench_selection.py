@@ -10,17 +10,14 @@ Run:  python -m benchmarks.bench_selection [--rows 10000 100000 1000000]
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.measuring import RESULTS, cpu_seconds, memory_growth, run_worker, save_parts, surroundings
+from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite.methods import GradDot
 from trak_lite.run.tables import (
     FEATURES,
@@ -91,23 +88,15 @@ def worker(folder: str, method: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure every method at every number of rows, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "selection.json")
     parser.add_argument("--rows", nargs="*", type=int, default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "METHOD"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "selection.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.worker:
-        print(json.dumps(worker(*args.worker)))
-        return
     for num_rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             build(folder, num_rows)
             for method in METHODS:
-                figures = run_worker("benchmarks.bench_selection", "--worker", folder, method)
-                print(num_rows, method, json.dumps(figures), flush=True)
+                figures = run_worker(worker, folder, method)
                 save_parts(args.out, surroundings(), {f"{method} / {num_rows}": figures})
 
 

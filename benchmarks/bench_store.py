@@ -18,8 +18,6 @@ Run:  python -m benchmarks.bench_store [--rounds 5] [--parts write read ...]
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -33,9 +31,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import (
-    RESULTS,
     cpu_seconds,
     memory_growth,
+    parser_of,
     run_worker,
     save_parts,
     surroundings,
@@ -239,14 +237,14 @@ def median_of(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def measure(part: str, rounds: int) -> dict[str, Any]:
     """Run the rounds of a part, each in a separate process."""
     if part == "memory":
-        figures = {str(rows): [run(part, str(rows)) for _ in range(rounds)] for rows in MEMORY_ROWS}
+        figures = {str(rows): [run(part, rows) for _ in range(rounds)] for rows in MEMORY_ROWS}
         return {rows: median_of(found) for rows, found in figures.items()}
     return median_of([run(part) for _ in range(rounds)])
 
 
-def run(part: str, *arguments: str) -> dict[str, Any]:
+def run(part: str, *arguments: int) -> dict[str, Any]:
     """Run one round in a separate process."""
-    figures = run_worker("benchmarks.bench_store", "--worker", part, *arguments)
+    figures = run_worker(ROUNDS[part], *arguments)
     if "fails" in figures:
         raise RuntimeError(f"{part} failed: {figures['fails']}")
     return figures
@@ -260,17 +258,10 @@ def file_system(folder: str) -> str:
 
 def main() -> None:
     """Measure the parts, print the results, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "store.json")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="*", default=list(ROUNDS), choices=list(ROUNDS))
-    parser.add_argument("--worker", nargs="+", metavar="PART", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "store.json")
     args = parser.parse_args()
-    if args.worker:
-        torch.set_num_threads(1)
-        part, *rest = args.worker
-        print(json.dumps(ROUNDS[part](*map(int, rest))))
-        return
     here = {**surroundings(), "rounds": args.rounds}
     for part in args.parts:
         found = {
@@ -278,7 +269,6 @@ def main() -> None:
             "file_system": file_system(tempfile.gettempdir()),
             **measure(part, args.rounds),
         }
-        print(part, json.dumps(found, indent=1), flush=True)
         save_parts(args.out, here, {part: found})
 
 

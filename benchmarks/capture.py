@@ -8,7 +8,6 @@ Run:  python -m benchmarks.capture [MODEL ...]     (some minutes)
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import warnings
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.measuring import RESULTS, cpu_seconds, save_parts, surroundings
+from benchmarks.measuring import RESULTS, cpu_seconds, parser_of, save_parts, surroundings
 from benchmarks.plan import gpt, images, texts
 from trak_lite import Attributor
 
@@ -99,17 +98,13 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", choices=[*CASES, []])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     path = RESULTS / "capture.json"
     for name in parser.parse_args().models or CASES:
-        found = measured(name)
-        save_parts(path, surroundings(threads=1), {name: found})
-        print(name, {key: value for key, value in found.items() if key != "turns_cpu_s"}, flush=True)
+        save_parts(path, surroundings(), {name: measured(name)})
 
 
 if __name__ == "__main__":

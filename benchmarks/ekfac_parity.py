@@ -18,12 +18,10 @@ Run:  python -m benchmarks.ekfac_parity
 
 from __future__ import annotations
 
-import argparse
 import copy
 import logging
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +44,6 @@ from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.modelout_functions._margins import class_margins
 from trak_lite.projectors import AbstractProjector, CountSketchProjector, NoOpProjector
 
-RESULTS = measuring.RESULTS / "ekfac_parity.json"
 NUM_TRAIN, NUM_TARGETS, BATCH = 512, 64, 64
 PROJ_DIMS = (512, 2048)
 DAMPINGS = (0.1, 1.0, 10.0)
@@ -238,17 +235,13 @@ def measured(model: nn.Module) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = measuring.parser_of(__doc__, "ekfac_parity.json")
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore", FutureWarning)  # kronfluence's, of torch.cuda.amp
     torch.set_num_threads(1)
     parts = {name: measured(model) for name, model in models().items()}
     measuring.save_parts(arguments.out, measuring.surroundings(), parts)
-    print(arguments.out.read_text())
 
 
 if __name__ == "__main__":

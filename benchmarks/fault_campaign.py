@@ -34,19 +34,16 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("faults", "store", "
 from campaign import KINDS, Broken, Campaign  # noqa: E402  (found through the line above)
 
 from benchmarks.fault_mounts import NEED_MOUNTS, may_mount  # noqa: E402
+from benchmarks.measuring import RESULTS, parser_of  # noqa: E402
 
 KINDS.update(NEED_MOUNTS)
-RESULTS = Path(__file__).parent / "results" / "fault_campaign.json"
-KILL_RESULTS = RESULTS.with_name("kill_campaign.json")
 ONCE = ("every_power_cut",)  # exhaustive: the same every time
 MOST_BROKEN = 50
 COUNTED = ("promises broken", "power cuts", "power cuts of an ext4 image", "full disks", "rows acknowledged")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--minutes",
         type=float,
@@ -141,7 +138,7 @@ def kill_runs(options: argparse.Namespace) -> int:
     """Kill whole runs until the requested number of kills is reached; continue from an existing summary."""
     from benchmarks.killed_runs import PATHS, Kills  # imports torch, which the other faults need not
 
-    out = options.out or KILL_RESULTS
+    out = options.out or RESULTS / "kill_campaign.json"
     kills = Kills(options.seed, options.paths or PATHS)
     before = json.loads(out.read_text()) if out.is_file() and options.run is None else None
     if before is not None and (before["seed"], list(before["paths"])) == (options.seed, kills.paths):
@@ -169,7 +166,7 @@ def main() -> int:
     options = arguments()
     if options.kills is not None or options.run is not None:
         return kill_runs(options)
-    options.out = options.out or RESULTS
+    options.out = options.out or RESULTS / "fault_campaign.json"
     mounts = may_mount() and not options.no_mounts
     started, commands = time.monotonic(), []
     with Campaign(options.seed, size=options.size) as campaign:

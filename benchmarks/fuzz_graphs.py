@@ -14,7 +14,6 @@ Run:  python -m benchmarks.fuzz_graphs --minutes 60 --seed 0       (writes bench
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import random
@@ -48,7 +47,7 @@ from benchmarks.drawn_graphs import (
     drawn_model,
     drawn_sample,
 )
-from benchmarks.measuring import RESULTS, surroundings
+from benchmarks.measuring import parser_of, surroundings
 from benchmarks.whole_path import (
     COLUMNS,
     Samples,
@@ -570,16 +569,11 @@ class Campaign:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "fuzz_graphs.json")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--case", type=int, help="run the case of this number alone, and write nothing")
     parser.add_argument("--spec", help="run this case alone, and write nothing")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / "fuzz_graphs.json", help="where the summary goes"
-    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.spec is not None or options.case is not None:

@@ -19,7 +19,6 @@ Run:  python -m benchmarks.hostile_store [--kinds links values flips entries] [-
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import copy
@@ -43,6 +42,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from benchmarks.measuring import parser_of
 from trak_lite import Attributor
 from trak_lite.cli import main as command_line
 from trak_lite.cli.configs import read_config
@@ -52,7 +52,6 @@ from trak_lite.errors import TrakLiteError
 from trak_lite.store import Column, TableSpec, check_store, open_store
 from trak_lite.store.disk.documents import sealed
 
-RESULTS = Path(__file__).parent / "results" / "hostile_store.json"
 MUST_BE_ZERO = ("written outside", "code", "silent", "tracebacks", "hangs")
 HANGS_AFTER = 60  # seconds of one case
 SPEC = TableSpec(8, (Column("w", None, "float32"),), 4)
@@ -401,13 +400,10 @@ class Campaign:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "hostile_store.json")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--every", type=int, default=1, help="run every N-th case of a kind")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of each kind, at most")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:

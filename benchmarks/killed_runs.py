@@ -183,29 +183,16 @@ def verified(folder):
 
 
 RECIPE = """
-import numpy as np
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-
-def samples(count, seed):
-    generator = np.random.default_rng(seed)
-    inputs = torch.from_numpy(generator.normal(size=(count, 4)).astype(np.float32))
-    return TensorDataset(inputs, torch.from_numpy(generator.integers(3, size=count)))
-
-
-def build_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+from benchmarks.killed_runs import M, N, samples
+from benchmarks.killed_runs import classifier as build_model
 
 
 def train_data():
-    return samples(96, 0)
+    return samples(N, 0)
 
 
 def target_data():
-    return samples(5, 1)
+    return samples(M, 1)
 """
 
 

@@ -9,7 +9,6 @@ Run:  python -m benchmarks.lds_optimizer [--settings digits_gelu_adam ...]
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from dataclasses import replace
@@ -21,11 +20,11 @@ import torch
 from benchmarks.lds.methods import BATCH, Problem
 from benchmarks.lds.settings import SETTINGS, Setting
 from benchmarks.lds.training import train
-from benchmarks.lds.truth import FULL_RUN_SEED, load
+from benchmarks.lds.truth import FULL_RUN_SEED, estimate, lds, load
 from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import save_parts, surroundings
+from benchmarks.measuring import parser_of, save_parts, surroundings
 from trak_lite import Attributor
-from trak_lite.evaluation import compare_datamodeling_scores, linear_datamodeling_score
+from trak_lite.evaluation import compare_datamodeling_scores
 from trak_lite.methods import LESS, TRAK, AbstractMethod, GaussNewton, GradCos, GradDot
 
 RESULTS = FOLDER / "lds_optimizer.json"
@@ -54,7 +53,6 @@ def figures(name: str) -> dict[str, Any]:
     run = train(setting, np.ones((1, num_rows), dtype=bool), [FULL_RUN_SEED], with_optimizer=True)[0]
     rates = learning_rates(setting, num_rows)
     problem = Problem(setting, [[states["model"] for states in run]])
-    outputs = truth.outputs.mean(1)
     found: dict[str, Any] = {}
     plain: dict[str, np.ndarray] = {}
     for which, count in (("run", len(run)), ("final", 1)):
@@ -74,27 +72,19 @@ def figures(name: str) -> dict[str, Any]:
                 for label, method in methods.items():
                     scores = attributor.score(problem.targets, method=replace(method), dense=False).numpy()
                     key = f"{which}, {rows}, {label}"
-                    score = linear_datamodeling_score(scores, truth.masks, outputs)
-                    found[key] = {"mean": score.mean, "interval": list(score.interval)}
-                    text = f"{score.mean:.3f} [{score.interval[0]:.3f}, {score.interval[1]:.3f}]"
+                    found[key] = lds(scores, truth)
                     plain.setdefault(f"{which}, {label}", scores)
                     if rows == "adam":
                         base = plain[f"{which}, {label}"]
-                        against = compare_datamodeling_scores(scores, base, truth.masks, outputs)
-                        found[key]["difference"] = {
-                            "mean": against.mean,
-                            "interval": list(against.interval),
-                        }
-                        text += (
-                            f" | {against.mean:+.3f} [{against.interval[0]:+.3f}, {against.interval[1]:+.3f}]"
-                        )
-                    print(f"| {name} | {which} | {rows} | {label} | {text} |", flush=True)
+                        outputs = truth.outputs.mean(1)
+                        difference = compare_datamodeling_scores(scores, base, truth.masks, outputs)
+                        found[key]["difference"] = estimate(difference)
     return found
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure, write JSON."""
+    parser = parser_of(__doc__)
     parser.add_argument("--settings", nargs="*", default=list(CHOICES), choices=list(SETTINGS))
     args = parser.parse_args()
     torch.set_num_threads(1)

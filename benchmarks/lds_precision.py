@@ -17,7 +17,6 @@ Run:  python -m benchmarks.lds_precision [--settings digits_mlp digits_cnn] [--c
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -30,11 +29,11 @@ from torch.utils.data import TensorDataset
 from benchmarks.gpu.bench import STAND_IN, Bench
 from benchmarks.lds.methods import BATCH, Problem
 from benchmarks.lds.settings import SETTINGS
-from benchmarks.lds.truth import full_runs, load
+from benchmarks.lds.truth import estimate, full_runs, lds, load
 from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import save_parts, surroundings
+from benchmarks.measuring import parser_of, save_parts, surroundings
 from trak_lite import Attributor
-from trak_lite.evaluation import compare_datamodeling_scores, linear_datamodeling_score
+from trak_lite.evaluation import compare_datamodeling_scores
 from trak_lite.gradient_computers import HookGradientComputer
 
 RESULTS = FOLDER / "lds_precision.json"
@@ -84,37 +83,28 @@ def figures(name: str, which: str) -> dict[str, Any]:
     """Return LDS, difference from float32 and change of the scores by precision."""
     setting, truth = SETTINGS[name], load(SETTINGS[name])
     problem = Problem(setting, full_runs(setting, 1))
-    outputs = truth.outputs.mean(1)
     found: dict[str, Any] = {}
     exact = WAYS[FLOAT32](problem, which)
     for way, compute in WAYS.items():
         values = exact if way == FLOAT32 else compute(problem, which)
-        score = linear_datamodeling_score(values, truth.masks, outputs)
-        found[way] = {"mean": score.mean, "interval": list(score.interval)}
-        text = f"{score.mean:.4f}"
+        found[way] = lds(values, truth)
         if way != FLOAT32:
-            difference = compare_datamodeling_scores(values, exact, truth.masks, outputs)
+            difference = compare_datamodeling_scores(values, exact, truth.masks, truth.outputs.mean(1))
             change = float(np.linalg.norm(values - exact) / np.linalg.norm(exact))
-            found[way] |= {
-                "difference": {"mean": difference.mean, "interval": list(difference.interval)},
-                "scores": change,
-            }
-            low, high = difference.interval
-            text += f", {difference.mean:+.4f} [{low:+.4f}, {high:+.4f}], scores {change:.1e}"
-        print(f"{name}, {which}: {way}: {text}", flush=True)
+            found[way] |= {"difference": estimate(difference), "scores": change}
     return found
 
 
 def main() -> None:
-    """Print a line per precision, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure every precision, write JSON."""
+    parser = parser_of(__doc__)
     parser.add_argument("--settings", nargs="+", default=list(CHOICES), choices=list(SETTINGS))
     parser.add_argument("--checkpoints", default="run", choices=["run", "final"])
-    options = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     Bench.open(STAND_IN, small=False)
-    for name in options.settings:
-        part = {f"{name}, {options.checkpoints}": figures(name, options.checkpoints)}
+    for name in args.settings:
+        part = {f"{name}, {args.checkpoints}": figures(name, args.checkpoints)}
         save_parts(RESULTS, surroundings(), part)
 
 

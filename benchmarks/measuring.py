@@ -1,8 +1,10 @@
-"""Measurements of benchmarks: worker processes, time, growth of memory, and the environment."""
+"""What benchmarks share: their options, worker processes, time, growth of memory, the environment, and results."""
 
 from __future__ import annotations
 
+import argparse
 import fcntl
+import importlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -40,13 +42,14 @@ def memory_growth() -> Iterator[Growth]:
     if not Path("/proc/self/clear_refs").exists():
         yield growth
         return
-    before = _resident_kib("VmRSS")
+    before = resident_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     yield growth
-    growth.mib = max(0, _resident_kib("VmHWM") - before) / 1024
+    growth.mib = max(0, resident_kib("VmHWM") - before) / 1024
 
 
-def _resident_kib(field: str) -> int:
+def resident_kib(field: str) -> int:
+    """Return a size of this process in KiB; 0 if the system does not tell it."""
     found = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(found.group(1)) if found else 0
 
@@ -69,22 +72,24 @@ def _seconds(clock: Callable[[], float], function: Callable[[], Any], repeats: i
 
 
 def run_worker(
-    module: str, *arguments: str, threads: int = 1, environment: Mapping[str, str] | None = None
+    work: Callable[..., Any], *arguments: Any, threads: int = 1, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run ``python -m module arguments`` and return the JSON of its last line; a failure is a result too.
+    """Run a function of a benchmark in a new process; a failure is a result too.
 
     Args:
-        module: Module to run, in a separate process.
-        *arguments: Its command-line arguments.
-        threads: Number of threads of OpenMP and MKL.
+        work: A function of a module.
+        *arguments: JSON values.
+        threads: Number of threads of OpenMP and MKL, and so of torch.
         environment: Additional environment variables.
 
     Returns:
-        The printed JSON, or ``{"fails": its last error}``.
+        JSON values that the function returns, or ``{"fails": its last error}``.
     """
+    # A benchmark that is run with python -m has the name __main__.
+    module = sys.modules[work.__module__].__spec__.name  # type: ignore[union-attr]
     limits = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "benchmarks.measuring", module, work.__name__, json.dumps(arguments)],
         env={**os.environ, **limits, **(environment or {})},
         capture_output=True,
         text=True,
@@ -140,18 +145,28 @@ def run_forked(work: Callable[[], dict[str, Any]], *, cpu_limit: int, memory_lim
     return found
 
 
-def surroundings(threads: int = 1) -> dict[str, Any]:
-    """Return the machine and the versions for which figures were measured."""
+def parser_of(doc: str | None, out: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser that shows the docstring of a benchmark; ``--out`` is where results go, by default ``out``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out is not None:
+        parser.add_argument("--out", type=Path, default=RESULTS / out)
+    return parser
+
+
+def surroundings(threads: int = 1, *, peers: bool = True) -> dict[str, Any]:
+    """Return the machine and the versions for which figures were measured, also those of the installed peers."""
     import torch
 
-    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    return {
+    here = {
         "machine": platform.machine(),
         "processor": _processor(),
         "torch": torch.__version__,
         "threads": threads,
-        "peers": {name: installed[name] for name in PEERS if name in installed},
     }
+    if not peers:
+        return here
+    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
+    return {**here, "peers": {name: installed[name] for name in PEERS if name in installed}}
 
 
 def _processor() -> str:
@@ -162,10 +177,12 @@ def _processor() -> str:
 
 
 def save_parts(path: Path, here: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Write JSON; keep other parts of the file that were measured in the same environment.
+    """Print parts and write JSON; keep other parts of the file that were measured in the same environment.
 
     Several processes may save to one file: each waits for the others.
     """
+    for name, figures in parts.items():
+        print(name, json.dumps(figures, default=float), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -173,6 +190,11 @@ def save_parts(path: Path, here: Mapping[str, Any], parts: Mapping[str, Any]) ->
         text = file.read()
         before = json.loads(text) if text else {}
         old = before["parts"] if all(before.get(name) == value for name, value in here.items()) else {}
-        text = json.dumps({**here, "parts": {**old, **parts}}, indent=1) + "\n"
+        text = json.dumps({**here, "parts": {**old, **parts}}, indent=1, default=float) + "\n"
         file.truncate(0)
         file.write(text)
+
+
+if __name__ == "__main__":  # of run_worker
+    function = getattr(importlib.import_module(sys.argv[1]), sys.argv[2])
+    print(json.dumps(function(*json.loads(sys.argv[3])), default=float))

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.measuring import surroundings
+from benchmarks.measuring import parser_of, surroundings
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("gradient_computers", "store", "scoring", "featurizing", "linalg")
@@ -348,7 +348,7 @@ def _prepared(arguments: argparse.Namespace, folder: Path) -> tuple[list[Mutant]
 
 def main() -> None:
     """Test mutants and print how many were noticed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--num", type=int, default=150)
     parser.add_argument("--rooms", nargs="*", default=ROOMS)
     parser.add_argument("--workers", type=int, default=2)

@@ -9,8 +9,6 @@ Run:  python -m benchmarks.plan [MODEL ...]     (some minutes)
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -22,7 +20,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks import models
-from benchmarks.measuring import RESULTS, cpu_seconds, memory_growth, run_worker, save_parts, surroundings
+from benchmarks.measuring import (
+    RESULTS,
+    cpu_seconds,
+    memory_growth,
+    parser_of,
+    run_worker,
+    save_parts,
+    surroundings,
+)
 from trak_lite import Attributor
 
 TARGETS = 128
@@ -75,7 +81,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tenso
 
 def made_in(folder: str, name: str) -> tuple[Attributor, TensorDataset, TensorDataset]:
     """Return an attributor of a model, its train set and its targets."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     build, data, settings = CASES[name]
@@ -124,17 +129,10 @@ def truth(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure the models and save the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(CASES)}; default: all")
-    parser.add_argument("--worker", choices=("prediction", "truth"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        print(json.dumps({"prediction": prediction, "truth": truth}[given.worker](given.models[0])))
-        return
-    for name in given.models or CASES:
-        found, true = (
-            run_worker("benchmarks.plan", name, "--worker", kind) for kind in ("prediction", "truth")
-        )
+    for name in parser.parse_args().models or CASES:
+        found, true = (run_worker(work, name) for work in (prediction, truth))
         failed = [one["fails"] for one in (found, true) if "fails" in one]
         if failed:
             print(f"{name}: {failed[0]}")
@@ -144,12 +142,6 @@ def main() -> None:
         ratios = {key: found[key] / true[key] for key in true if true[key]}
         result = {"plan": found, "truth": true, "ratio": ratios}
         save_parts(RESULTS / "plan.json", surroundings(), {name: result})
-        print(
-            name,
-            {key: round(value, 2) for key, value in ratios.items()},
-            f"{true['total_cpu_s']:.1f} s",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 Real per-sample gradients of the digits CNN: TRAK's margin, the 600 rows it was trained on, 150 held-out targets. For
 every projector and K: the mean over targets of Spearman's rank correlation with the exact scores; its mean and
 standard deviation over seeds of the projection. Scores: ``grad-dot``, the inner product of gradients, and ``ridge``,
-TRAK's kernel with lambda = 0.1 times the mean squared norm, solved in its N x N form. The table also has the results
-of the design study (same model and counts, another training run). ``rms`` is the root mean square error of inner
-products over |x||y|, times sqrt(K); for a dense matrix of signs it is sqrt(1 + cos^2), averaged over pairs.
+TRAK's kernel with lambda = 0.1 times the mean squared norm, solved in its N x N form. ``rms`` is the root mean square
+error of inner products over |x||y|, times sqrt(K); for a dense matrix of signs it is sqrt(1 + cos^2), averaged over
+pairs.
 
 ``two_sided`` stores about K numbers of every matrix, so its rows are wider; see ``width``.
 
@@ -14,9 +14,7 @@ Run:  python -m benchmarks.projection_quality [--projectors countsketch ...] [--
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,21 +27,9 @@ from trak_lite.gradient_computers import HookGradientComputer, collect_gradients
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import PROJECTORS
 
-RESULTS = measuring.RESULTS / "projection_quality.json"
 NUM_TRAIN, NUM_TARGETS = 600, 150
 EPOCHS = 10
 DAMPING = 0.1
-STUDY = {
-    ("countsketch", 512): (0.450, 0.952),
-    ("countsketch", 2048): (0.681, 0.985),
-    ("rademacher", 512): (0.443, 0.952),
-    ("rademacher", 2048): (0.678, 0.987),
-    ("grass", 512): (0.364, 0.889),
-    ("grass", 2048): (0.567, 0.960),
-    ("mask", 512): (0.277, 0.828),
-    ("mask", 2048): (0.461, 0.914),
-}
-"""Ridge and grad-dot of the design study, of one-level tiles for ``countsketch``."""
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -124,41 +110,24 @@ def quality(
     return summary
 
 
-def line(summary: dict[str, Any]) -> str:
-    """Return a row of the table."""
-    study = STUDY.get((summary["projector"], summary["proj_dim"]))
-    cells = [summary["projector"], str(summary["proj_dim"]), str(summary["width"])]
-    for place, key in enumerate(("ridge", "grad_dot")):
-        noise = summary[key]["std"]
-        spread = "" if noise is None else f" ± {noise:.3f}"
-        cells += [f"{summary[key]['mean']:.3f}{spread}", "" if study is None else f"{study[place]:.3f}"]
-    return "| " + " | ".join([*cells, f"{summary['rms']['mean']:.2f}"]) + " |"
-
-
 def main() -> None:
-    """Compare every projector, print a table, write JSON."""
+    """Compare every projector, write JSON."""
     names = [
         name for name in PROJECTORS if name not in ("none", "fast_jl")
     ]  # exact; where it runs, dense signs
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.parser_of(__doc__, "projection_quality.json")
     parser.add_argument("--projectors", nargs="*", default=names, choices=names)
     parser.add_argument("--proj-dims", nargs="*", type=int, default=[512, 2048])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
 
     grads, accuracy = gradients()
     exact = inner_products(torch.cat([grad.flatten(1) for grad in grads.values()], 1))
     entries = sum(grad[0].numel() for grad in grads.values())
-    print(f"held-out accuracy {accuracy:.3f}, {entries} gradient entries, {args.seeds} seeds\n")
-    print("| projector | K | width | ridge | study | grad-dot | study | rms |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
     parts: dict[str, Any] = {}
     for proj_dim in args.proj_dims:
         for name in args.projectors:
-            summary = quality(name, proj_dim, args.seeds, grads, exact)
-            parts[f"{name}-{proj_dim}"] = summary
-            print(line(summary), flush=True)
+            parts[f"{name}-{proj_dim}"] = quality(name, proj_dim, args.seeds, grads, exact)
     here = {"machine": measuring.surroundings()["machine"], "torch": torch.__version__}
     facts = {"accuracy": accuracy, "entries": entries, "train": NUM_TRAIN, "targets": NUM_TARGETS}
     measuring.save_parts(args.out, {**here, **facts, "damping": DAMPING, "seeds": args.seeds}, parts)

@@ -14,12 +14,9 @@ Run:  python -m benchmarks.refine [--settings digits_cnn topics_lm] [--methods .
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +26,13 @@ from torch import nn
 from benchmarks.lds.methods import BATCH, LOG_P, MARGINS, Problem
 from benchmarks.lds.peers import kronfluence
 from benchmarks.lds.settings import SETTINGS
-from benchmarks.lds.truth import Truth, full_runs, load
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_parts, surroundings
+from benchmarks.lds.truth import Truth, full_runs, lds, load
+from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite import Attributor, Refine
-from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling
+from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.methods import CG, EKFAC, AbstractMethod, GradDot
 from trak_lite.modelout_functions import AbstractModelOutput
 
-RESULTS = FOLDER / "refine.json"
 SETTING_NAMES = ("digits_cnn", "topics_lm")
 REFINED = EKFAC(damping=0.1)
 CANDIDATES = (10, 15, 20, 30, 40, 60, 80, 120, 160, 240)
@@ -148,47 +143,38 @@ EXACT_CG = [name for name in METHODS if name.startswith("CG, ")]
 """Not run for the language model, where an iteration takes more than 10 CPU minutes for all targets."""
 
 
-def worker(setting_name: str, method: str, out: str) -> None:
-    """Run one method, save its scores and print its figures."""
-    torch.set_num_threads(1)
+def worker(setting_name: str, method: str, out: str) -> dict[str, Any]:
+    """Run one method, save its scores and return its figures."""
     setting = SETTINGS[setting_name]
     problem = Problem(setting, full_runs(setting, 1))
     if method == CANDIDATES_OF:
-        print(json.dumps(refined(problem), default=float))
-        return
+        return refined(problem)
     found: list[Any] = []
     with memory_growth() as growth:
         seconds = cpu_seconds(lambda: found.append(METHODS[method](problem)))
     scores, figures = found[0]
     np.save(out, scores)
-    print(json.dumps({**figures, "seconds": seconds, "mib": growth.mib}))
+    return {**figures, "seconds": seconds, "mib": growth.mib}
 
 
 def row(setting: str, method: str, truth: Truth) -> dict[str, Any]:
     """Run a method in a separate process and evaluate its scores; a failure is a row too."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/scores.npy"
-        figures = run_worker("benchmarks.refine", "--worker", setting, method, out)
+        figures = run_worker(worker, setting, method, out)
         if "fails" in figures or method == CANDIDATES_OF:
             return figures
-        score = linear_datamodeling_score(np.load(out), truth.masks, truth.outputs.mean(1))
-        return {**figures, "lds": score.mean, "interval": list(score.interval)}
+        found = lds(np.load(out), truth)
+        return {**figures, "lds": found["mean"], "interval": found["interval"]}
 
 
 def main() -> None:
     """Run every method on every setting, write JSON."""
     names = [*METHODS, CANDIDATES_OF]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "refine.json")
     parser.add_argument("--settings", nargs="*", default=SETTING_NAMES, choices=list(SETTINGS))
     parser.add_argument("--methods", nargs="*", default=names, choices=names)
-    parser.add_argument("--worker", nargs=3, metavar=("SETTING", "METHOD", "OUT"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker)
-        return
     torch.set_num_threads(1)
     for name in args.settings:
         truth = load(SETTINGS[name])
@@ -198,11 +184,8 @@ def main() -> None:
         for method in args.methods:
             if method in left_out:
                 continue
-            figures = row(name, method, truth)
-            print(name, method, json.dumps(figures), flush=True)
-            save_parts(
-                args.out, surroundings(), {f"{name} / {method}": figures, f"{name} / ceiling": ceiling}
-            )
+            parts = {f"{name} / {method}": row(name, method, truth), f"{name} / ceiling": ceiling}
+            save_parts(args.out, surroundings(), parts)
 
 
 if __name__ == "__main__":

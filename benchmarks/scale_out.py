@@ -16,20 +16,17 @@ Run:  python -m benchmarks.scale_out kills [--rounds 20] [--seed 0]
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from benchmarks.measuring import RESULTS, save_parts, surroundings
+from benchmarks.measuring import RESULTS, parser_of, save_parts, surroundings
 from benchmarks.scaling import hosts, kills, memory, rates, speed
 
 PARTS = {"kills": kills, "hosts": hosts, "speed": speed, "memory": memory, "rates": rates}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
     for name, module in PARTS.items():
         part = parts.add_parser(name, description=module.__doc__)
@@ -42,7 +39,6 @@ def main() -> int:
     """Measure one part; the exit status is 1 if a guarantee was broken."""
     options = arguments()
     found = PARTS[options.part].run(options)
-    print(json.dumps(found, indent=1))
     save_parts(options.out, surroundings(), {options.part: found})
     return 1 if found.get("broken") else 0
 

@@ -13,10 +13,6 @@ Run:  python -m benchmarks.score_reliability
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -26,7 +22,6 @@ from benchmarks import measuring
 from trak_lite import Attributor, Scores
 from trak_lite.evaluation import spearman
 
-RESULTS = measuring.RESULTS / "score_reliability.json"
 NUM_TRAIN, NUM_TARGETS, NUM_RUNS = 600, 120, 6
 EPOCHS, SAVE_EVERY, PROJ_DIM = 30, 6, 512
 
@@ -111,18 +106,12 @@ def measured() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    """Measure, write JSON."""
+    parser = measuring.parser_of(__doc__, "score_reliability.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = measured()
-    columns = list(next(iter(found.values())))
-    print("| over | " + " | ".join(columns) + " |\n|---|" + "--:|" * len(columns))
-    for name, row in found.items():
-        print(f"| {name} | " + " | ".join(f"{row[column]:.3f}" for column in columns) + " |")
     facts = {"machine": measuring.surroundings()["machine"], "torch": torch.__version__}
-    measuring.save_parts(args.out, facts, found)
+    measuring.save_parts(args.out, facts, measured())
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ Run:  python -m benchmarks.serve [--examples digits stdlib_lm] [--folder FOLDER]
 
 from __future__ import annotations
 
-import argparse
 import http.client
-import json
 import os
 import re
 import subprocess
@@ -31,10 +29,8 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import ROOT, save_parts, surroundings
+from benchmarks.measuring import ROOT, parser_of, save_parts, surroundings, wall_seconds
 
-RESULTS = FOLDER / "serve.json"
 EXAMPLES = {"digits": ("where-label", [str(label) for label in range(10)]), "stdlib_lm": ("where-source", [])}
 """The column of a filter, and its values."""
 REQUESTS, CLIENTS, ASKED = 200, 8, 20
@@ -77,16 +73,10 @@ def page(port: int, path: str, form: dict[str, str] | None = None) -> tuple[str,
     return text, place
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def latencies(port: int, paths: list[str]) -> dict[str, float]:
     """Return the quantiles in seconds of requests by all clients at once."""
     with ThreadPoolExecutor(CLIENTS) as clients:
-        found = list(clients.map(lambda path: seconds(lambda: page(port, path)), paths))
+        found = list(clients.map(lambda path: wall_seconds(lambda: page(port, path)), paths))
     return summary(found)
 
 
@@ -103,7 +93,7 @@ def summary(found: list[float]) -> dict[str, float]:
 def in_turn(process: int, works: list[Callable[[], Any]]) -> dict[str, float]:
     """Return the quantiles in seconds of requests of one client, and the server's mean processor time (Linux)."""
     before = processor_seconds(process)
-    figures = summary([seconds(work) for work in works])
+    figures = summary([wall_seconds(work) for work in works])
     return {**figures, "processor": round((processor_seconds(process) - before) / len(works), 4)}
 
 
@@ -136,8 +126,8 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
     with server(store, ROOT / "examples" / "recipes" / f"{example}.py") as (port, process):
         count = int(re.search(r"([\d,]+) targets in", page(port, "/")[0])[1].replace(",", ""))
         first = {
-            "target": round(seconds(lambda: page(port, "/?target=0")), 4),
-            "review": round(seconds(lambda: page(port, "/review")), 4),
+            "target": round(wall_seconds(lambda: page(port, "/?target=0")), 4),
+            "review": round(wall_seconds(lambda: page(port, "/review")), 4),
         }
         time.sleep(PREPARATION)
         targets = [f"/?target={target}" for target in rng.integers(count, size=REQUESTS)]
@@ -160,19 +150,15 @@ def measured(example: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure every example, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "serve.json")
     parser.add_argument("--examples", nargs="*", default=list(EXAMPLES), choices=list(EXAMPLES))
     parser.add_argument(
         "--folder", type=Path, help="where finished runs are kept; default: a temporary folder"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         for example in args.examples:
             figures = measured(example, args.folder or Path(scratch))
-            print(example, json.dumps(figures), flush=True)
             figures["load"] = round(os.getloadavg()[1], 1)
             here = {**surroundings(), "cores": os.cpu_count(), "clients": CLIENTS}
             save_parts(args.out, here, {example: figures})

@@ -22,7 +22,6 @@ Run:  python -m benchmarks.unrolled [--parts smooth cost expected teacher] [--ro
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -44,16 +43,14 @@ from benchmarks.lds.methods import METHODS, Problem
 from benchmarks.lds.settings import SETTINGS, Setting, mlp, perceptron
 from benchmarks.lds.table import DEFAULT, kept
 from benchmarks.lds.training import losses
-from benchmarks.lds.truth import full_runs, load
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, save_parts, surroundings
+from benchmarks.lds.truth import Truth, full_runs, lds, load
+from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify_run
-from trak_lite.evaluation import linear_datamodeling_score, seed_noise_ceiling, subset_masks
+from trak_lite.evaluation import seed_noise_ceiling, subset_masks
 from trak_lite.retraining import retrain_many
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.unrolled import SGD, AbstractOptimizer, Adam, AdamW, Recipe, unrolled
 
-RESULTS = FOLDER / "unrolled.json"
 NUM_TARGETS, BUDGET, NUM_RUNS = 100, 40, 4
 TARGETS_AT_ONCE = 300
 
@@ -195,7 +192,7 @@ def smooth(name: str) -> dict[str, Any]:
     }
     for method, verdict in verdicts.items():
         found[method] = {
-            f"{share:g}": {"mean": lds.mean, "interval": [lds.low, lds.high]} for share, lds in verdict.lds
+            f"{share:g}": {"mean": one.mean, "interval": [one.low, one.high]} for share, one in verdict.lds
         }
     return found
 
@@ -302,16 +299,16 @@ def scores_of_run(name: str, seed: int, keep: Path) -> tuple[np.ndarray, dict[st
     return np.load(path), json.loads(path.with_suffix(".json").read_text())
 
 
-def expected(name: str, keep: Path) -> dict[str, Any]:
+def expected(name: str, keep: str) -> dict[str, Any]:
     """Return scores over seeds of one run, several runs, and several runs with the default kernel."""
     truth = load(SETTINGS[name])
-    path = kept(keep, name, DEFAULT)
+    path = kept(Path(keep), name, DEFAULT)
     kernel = (
         np.load(path)
         if path.exists()
         else METHODS[DEFAULT](Problem(SETTINGS[name], full_runs(SETTINGS[name], 1))).scores
     )
-    found = [scores_of_run(name, seed, keep) for seed in range(NUM_RUNS)]
+    found = [scores_of_run(name, seed, Path(keep)) for seed in range(NUM_RUNS)]
     runs = [standardized(scores) for scores, _ in found]
     mean = np.mean(runs, axis=0)
     candidates = {
@@ -321,18 +318,14 @@ def expected(name: str, keep: Path) -> dict[str, Any]:
         "one run and default": runs[0] + standardized(kernel),
         f"{NUM_RUNS} runs and default": standardized(mean) + standardized(kernel),
     }
-    outputs = truth.outputs.mean(1)
     results: dict[str, Any] = {
         "ceiling": seed_noise_ceiling(truth.outputs).ceiling,
         "metasmoothness": [figures["metasmoothness"] for _, figures in found],
         "seconds": float(np.mean([figures["seconds"] for _, figures in found])),
         "train_seconds": float(np.mean([figures["train_seconds"] for _, figures in found])),
-        "each run": [linear_datamodeling_score(one, truth.masks, outputs).mean for one in runs],
+        "each run": [lds(one, truth)["mean"] for one in runs],
     }
-    for method, scores in candidates.items():
-        lds = linear_datamodeling_score(scores, truth.masks, outputs)
-        results[method] = {"mean": lds.mean, "interval": list(lds.interval)}
-    return results
+    return results | {method: lds(scores, truth) for method, scores in candidates.items()}
 
 
 def teacher(name: str) -> dict[str, Any]:
@@ -366,18 +359,17 @@ def teacher(name: str) -> dict[str, Any]:
         seeds=(0,),
     )
     truths = {
-        "this run": (left_out, repeated.mean),
-        "other seeds": (truth.masks, truth.outputs.mean(1)[:, :NUM_TARGETS]),
+        "this run": Truth(left_out, repeated.outputs[:, :, NUM_TAUGHT:]),
+        "other seeds": Truth(truth.masks, truth.outputs[:, :, NUM_TAUGHT:NUM_TARGETS]),
     }
     results: dict[str, Any] = {
         "metasmoothness": run.metasmoothness(),
         "kept": found.kept,
         "gain": [found.gain.mean, found.gain.low, found.gain.high],
     }
-    for question, (masks, outputs) in truths.items():
+    for question, asked in truths.items():
         for method, matrix in matrices.items():
-            lds = linear_datamodeling_score(matrix[:, NUM_TAUGHT:], masks, outputs[:, NUM_TAUGHT:])
-            results[f"{method}, {question}"] = {"mean": lds.mean, "interval": list(lds.interval)}
+            results[f"{method}, {question}"] = lds(matrix[:, NUM_TAUGHT:], asked)
     return results
 
 
@@ -393,31 +385,14 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def worker(part: str, name: str, keep: Path) -> None:
-    """Run one row and print its figures."""
-    torch.set_num_threads(1)
-    found = {"smooth": smooth, "cost": cost, "expected": partial(expected, keep=keep), "teacher": teacher}[
-        part
-    ](name)
-    print(json.dumps(found))
-
-
 def main() -> None:
     """Run every row in a process of its own, write JSON after each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "unrolled.json")
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--rows", nargs="*", help="only these rows of the parts")
     parser.add_argument("--missing", action="store_true", help="skip rows that are in the file")
     parser.add_argument("--keep", type=Path, default=Path("runs/scores"), help="folder of kept scores")
-    parser.add_argument("--worker", nargs=2, metavar=("PART", "ROW"), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if args.worker:
-        worker(*args.worker, args.keep)
-        return
-    here = {name: value for name, value in surroundings().items() if name != "peers"}
     for part in args.parts:
         for name in PARTS[part]:
             done = json.loads(args.out.read_text())["parts"] if args.out.exists() else {}
@@ -426,9 +401,9 @@ def main() -> None:
                 args.missing and "fails" not in done.get(key, {"fails": 1})
             ):
                 continue
-            figures = run_worker("benchmarks.unrolled", "--worker", part, name, "--keep", str(args.keep))
-            print(key, json.dumps(figures), flush=True)
-            save_parts(args.out, here, {key: figures})
+            work = {"smooth": smooth, "cost": cost, "expected": expected, "teacher": teacher}[part]
+            figures = run_worker(work, name, *([str(args.keep)] if part == "expected" else []))
+            save_parts(args.out, surroundings(peers=False), {key: figures})
 
 
 if __name__ == "__main__":

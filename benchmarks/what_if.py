@@ -23,10 +23,8 @@ Run:  python -m benchmarks.what_if [--settings digits_tailed ...] [--no-repair]
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,16 +34,14 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.lds.removal import similarity
 from benchmarks.lds.settings import SETTINGS, Setting
-from benchmarks.lds.training import Weights, outputs, train
+from benchmarks.lds.training import Weights, outputs, train, trained
 from benchmarks.lds.truth import full_runs, load
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import save_parts, surroundings
+from benchmarks.measuring import parser_of, save_parts, surroundings
 from trak_lite import Attributor, Scores, repair, try_removals, what_if
 from trak_lite.evaluation.trials import Trials
 from trak_lite.methods import EKFAC
 from trak_lite.retraining.what_if import SummedEffects
 
-RESULTS = FOLDER / "what_if.json"
 PROBLEMS = (
     *("digits_tailed", "digits_lr", "digits_gelu_adam", "digits_relu", "digits_gelu_sgd", "digits_mlp"),
     *("package_words", "affairs"),
@@ -59,17 +55,8 @@ FRESH_SEED = 30_000_000
 
 def retrained(setting: Setting, masks: np.ndarray, first_seed: int) -> np.ndarray:
     """Return f of every target for one model per mask, ``(S, M)``; no two models share a seed."""
-    found = np.empty((len(masks), len(setting.data()[2])))
-    sizes = masks.sum(axis=1)
-    for size in np.unique(sizes):
-        same = np.flatnonzero(sizes == size)
-        for start in range(0, len(same), 30):
-            some = same[start : start + 30]
-            for place, run in zip(
-                some, train(setting, masks[some], [first_seed + int(i) for i in some]), strict=True
-            ):
-                found[place] = outputs(setting, run[-1])
-    return found
+    models = trained(setting, masks, range(first_seed, first_seed + len(masks)))
+    return np.stack([outputs(setting, weights) for weights in models]).astype(np.float64)
 
 
 def without(sets: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
@@ -245,21 +232,15 @@ def measured(setting: Setting, *, with_repair: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and write JSON after every problem."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure, write JSON after every problem."""
+    parser = parser_of(__doc__, "what_if.json")
     parser.add_argument("--settings", nargs="*", default=list(PROBLEMS), choices=list(SETTINGS))
     parser.add_argument("--no-repair", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    here = {name: value for name, value in surroundings().items() if name != "peers"}
     for name in args.settings:
         found = measured(SETTINGS[name], with_repair=not args.no_repair)
-        print(name, f"noise {found['noise']:.3f}", flush=True)
-        for cell, figures in found["sets"].items():
-            print(" ", cell, figures)
-        print(" ", found.get("repair"), flush=True)
-        save_parts(args.out, here, {name: found})
+        save_parts(args.out, surroundings(peers=False), {name: found})
 
 
 if __name__ == "__main__":

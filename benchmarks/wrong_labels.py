@@ -14,12 +14,10 @@ Run:  python -m benchmarks.wrong_labels [--seeds 5]     (needs scikit-learn, and
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,6 @@ from benchmarks import measuring
 from trak_lite import Attributor, Rows, select, try_removals, what_if
 from trak_lite.evaluation import mislabel_detection
 
-RESULTS = measuring.RESULTS / "wrong_labels.json"
 SETS = ("digits", "breast cancer", "wine", "synthetic")
 EPOCHS, KEPT, FLIPPED, FOLDS = 30, 5, 0.08, 5
 REMOVED, WITHOUT, WITH_ALL = (0.05, 0.1, 0.2), 3, 10
@@ -168,10 +165,9 @@ def covered(name: str, seed: int) -> dict[str, float | None]:
 
 
 def main() -> None:
-    """Measure, print and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure, write JSON after every data set."""
+    parser = measuring.parser_of(__doc__, "wrong_labels.json")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     facts = {"machine": measuring.surroundings()["machine"], "torch": torch.__version__, "seeds": args.seeds}
@@ -182,14 +178,12 @@ def main() -> None:
             ranking: {key: float(np.mean([run[ranking][key] for run in runs])) for key in figures}
             for ranking, figures in runs[0].items()
         }
-        print(name, {ranking: round(one["precision"], 3) for ranking, one in found[name].items()}, flush=True)
         effects = [covered(name, seed) for seed in range(args.seeds)]
         found[name]["effects"] = {
             cell: [None if one[cell] is None else round(one[cell], 3) for one in effects]
             for cell in effects[0]
         }
-        print(found[name]["effects"], flush=True)
-        measuring.save_parts(args.out, facts, found)
+        measuring.save_parts(args.out, facts, {name: found[name]})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ Run:  python -m benchmarks.zoo [--only NAME ...] [--every N] [--jobs 2]
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -39,7 +38,7 @@ import torch
 
 from benchmarks.architectures import CLASSES, Architecture, classifier, image
 from benchmarks.architectures.published import PUBLISHED
-from benchmarks.measuring import RESULTS, surroundings
+from benchmarks.measuring import RESULTS, cpu_seconds, parser_of, surroundings
 from benchmarks.whole_path import (
     Samples,
     Wrong,
@@ -114,12 +113,7 @@ def cost_against_plain(model: torch.nn.Module, task: Any, samples: Samples, repe
 
     def seconds(function: Callable[[], Any]) -> float:
         function()
-        found = []
-        for _ in range(repeats):
-            start = time.process_time()
-            function()
-            found.append(time.process_time() - start)
-        return min(found)
+        return min(cpu_seconds(function) for _ in range(repeats))
 
     return seconds(lambda: computer.stream_gradients(batch, lambda _: None)) / seconds(plain)
 
@@ -256,25 +250,23 @@ def save(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", help="names of architectures")
     parser.add_argument("--every", type=int, default=1, help="run every N-th only")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--gradients", action="store_true", help="gradients alone, by precision and length")
     parser.add_argument("--replays", action="store_true", help="rows of replayed batches alone")
     parser.add_argument("--out", type=Path, help="where the table goes")
-    options = parser.parse_args()
+    args = parser.parse_args()
     rows, broken = {}, 0
     figures_of, file, found = whole_path, "zoo.json", architectures()
-    if options.gradients:
+    if args.gradients:
         figures_of, file, found = gradients, "zoo_gradients.json", all_architectures()
-    elif options.replays:
+    elif args.replays:
         figures_of, file = replays, "zoo_replays.json"
-    out = options.out or RESULTS / file
-    names = (options.only or list(found))[:: options.every]
-    for name, row in all_measured(names, options.jobs, figures_of):
+    out = args.out or RESULTS / file
+    names = (args.only or list(found))[:: args.every]
+    for name, row in all_measured(names, args.jobs, figures_of):
         rows[name] = row
         broken += row["outcome"] not in ("right", "refused")
         print(name, row, flush=True)

@@ -328,21 +328,14 @@ def zoo_refusals() -> str:
 
 def optimizer() -> str:
     """Return the LDS of plain rows and of rows that Adam's state changes, with all checkpoints of a run."""
-
-    def cell(figures: dict[str, Any]) -> str:
-        low, high = figures["interval"]
-        return f"{figures['mean']:.3f} [{low:.3f}, {high:.3f}]"
-
-    found = parts("lds_optimizer")
     rows = []
-    for problem, figures in found.items():
+    for problem, figures in parts("lds_optimizer").items():
         for key in (key for key in figures if key.startswith("run, none, ")):
             method = key.removeprefix("run, none, ")
             scaled = figures[f"run, adam, {method}"]
-            low, high = scaled["difference"]["interval"]
-            gain = f"{scaled['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
-            rows.append([problem, method, cell(figures[key]), cell(scaled), gain])
-        rows.append([problem, "`LESS`", "", cell(figures["run, adam_update, LESS"]), ""])
+            cells = [_interval(figures[key]), _interval(scaled), _interval(scaled["difference"], sign="+")]
+            rows.append([problem, method, *cells])
+        rows.append([problem, "`LESS`", "", _interval(figures["run, adam_update, LESS"]), ""])
     return markdown(["problem", "method", "plain rows", "`adam` (LESS: `adam_update`)", "difference"], rows)
 
 

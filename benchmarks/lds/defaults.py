@@ -19,7 +19,6 @@ Run:  python -m benchmarks.lds.defaults [--settings digits_relu ...]
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from benchmarks.lds.methods import BATCH, Problem
 from benchmarks.lds.settings import NEVER_SHOWN, SETTINGS
 from benchmarks.lds.truth import Truth, full_runs, load
 from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import save_parts, surroundings
+from benchmarks.measuring import parser_of, save_parts, surroundings
 from trak_lite import Attributor
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.methods import Fisher, GradDot
@@ -219,27 +218,17 @@ def leave_one_out(parts: dict[str, Any], group: str) -> dict[str, dict[str, Any]
 
 
 def main() -> None:
-    """Measure, print the comparison, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Measure, compare, write JSON."""
+    parser = parser_of(__doc__)
     shown = [name for name in SETTINGS if name not in NEVER_SHOWN]
     parser.add_argument("--settings", nargs="*", default=shown, choices=shown)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for name in args.settings:
         save_parts(RESULTS, surroundings(), {name: figures(name)})
-        print(name, flush=True)
     parts = json.loads(RESULTS.read_text())["parts"]
     compared = {f"leave one out, {group}": leave_one_out(parts, group) for group in ("run", "final")}
     save_parts(RESULTS, surroundings(), compared)
-    for group, found in compared.items():
-        print(f"\n{group}\n\n| problem | before | default | chosen on the others | best |")
-        print("|---|--:|--:|---|---|")
-        for name, row in found.items():
-            (chosen, its), (best, most) = row["chosen"], row["best"]
-            print(
-                f"| {name} | {row['before']:.3f} | {row['default']:.3f} | {its:.3f} ({chosen}) | "
-                f"{most:.3f} ({best}) |"
-            )
 
 
 if __name__ == "__main__":

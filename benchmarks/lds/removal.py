@@ -16,7 +16,6 @@ Run:  python -m benchmarks.lds.removal --keep FOLDER [--settings digits_mlp ...]
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +27,11 @@ import torch
 from benchmarks.lds.settings import SETTINGS, Setting
 from benchmarks.lds.table import DEFAULT, best_peer, kept
 from benchmarks.lds.table import RESULTS as TABLE
-from benchmarks.lds.training import Weights, outputs, target_losses, train
-from benchmarks.lds.truth import FULL_RUN_SEED, full_runs
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import save_parts, surroundings
+from benchmarks.lds.training import Weights, outputs, target_losses, trained
+from benchmarks.lds.truth import FULL_RUN_SEED, estimate, full_runs
+from benchmarks.measuring import parser_of, save_parts, surroundings
 from trak_lite.evaluation import bm25, removal_masks, target_loss_rise
 
-RESULTS = FOLDER / "lds_removal.json"
 SHARES = (0.01, 0.05)
 NUM_TARGETS = 15
 
@@ -61,15 +58,6 @@ def scores_of(setting: Setting, method: str, keep: Path) -> np.ndarray:
     return np.load(kept(keep, setting.name, method))
 
 
-def retrained(setting: Setting, masks: np.ndarray, seed: int) -> list[Weights]:
-    """Return the final weights of a model per mask."""
-    found: list[Weights] = []
-    for first in range(0, len(masks), setting.stack):
-        some = masks[first : first + setting.stack]
-        found += [run[-1] for run in train(setting, some, [seed] * len(some))]
-    return found
-
-
 def removed(setting: Setting, scores: np.ndarray, targets: np.ndarray, num_seeds: int) -> dict[str, Any]:
     """Return fall and loss rise by the share of rows that is removed."""
     before = [run[-1] for run in full_runs(setting, num_seeds)]
@@ -77,7 +65,7 @@ def removed(setting: Setting, scores: np.ndarray, targets: np.ndarray, num_seeds
     for share in SHARES:
         count = max(1, round(share * len(scores)))
         masks = removal_masks(scores[:, targets].astype(np.float64), count)
-        after = [retrained(setting, masks, FULL_RUN_SEED + place) for place in range(num_seeds)]
+        after = [trained(setting, masks, [FULL_RUN_SEED + place] * len(masks)) for place in range(num_seeds)]
         values = {}
         for name, evaluate in (("fall", _minus_outputs), ("loss rise", target_losses)):
             first = np.mean([evaluate(setting, weights)[targets] for weights in before], axis=0)
@@ -87,24 +75,13 @@ def removed(setting: Setting, scores: np.ndarray, targets: np.ndarray, num_seeds
             ]
             rise = target_loss_rise(first, last)
             per_target = [float(f"{value:.5g}") for value in rise.per_target]
-            values[name] = {"mean": rise.mean, "interval": list(rise.interval), "per target": per_target}
+            values[name] = {**estimate(rise), "per target": per_target}
         found[f"{share:.0%}"] = {"rows": count, **values}
     return found
 
 
 def _minus_outputs(setting: Setting, weights: Weights) -> np.ndarray:
     return -outputs(setting, weights)
-
-
-def line(name: str, method: str, figures: dict[str, Any]) -> str:
-    """Return a row of the table."""
-    cells = [
-        f"{figures[share][value]['mean']:.3f} "
-        f"[{figures[share][value]['interval'][0]:.3f}, {figures[share][value]['interval'][1]:.3f}]"
-        for share in figures
-        for value in ("fall", "loss rise")
-    ]
-    return f"| {name} | {method} | " + " | ".join(cells) + " |"
 
 
 def methods_of(name: str, ours: str, keep: Path) -> Sequence[str]:
@@ -115,8 +92,8 @@ def methods_of(name: str, ours: str, keep: Path) -> Sequence[str]:
 
 
 def main() -> None:
-    """Retrain, print a table, write JSON after every row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Retrain, write JSON after every row."""
+    parser = parser_of(__doc__, "lds_removal.json")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument(
         "--keep", type=Path, required=True, help="folder of the scores of benchmarks.lds.table"
@@ -126,12 +103,8 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=NUM_TARGETS)
     parser.add_argument("--seeds", type=int, default=1, help="retrainings per target, each with another seed")
     parser.add_argument("--missing", action="store_true", help="skip rows that are in the file")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    here = {name: value for name, value in surroundings().items() if name != "peers"}
-    print("| problem | method | fall, 1 % | loss rise, 1 % | fall, 5 % | loss rise, 5 % |")
-    print("|---|---|--:|--:|--:|--:|")
     for name in args.settings:
         setting = SETTINGS[name]
         targets = np.linspace(0, len(setting.data()[2]) - 1, args.targets).astype(int)
@@ -140,9 +113,8 @@ def main() -> None:
             if f"{name} / {method}" in done:
                 continue
             figures = removed(setting, scores_of(setting, method, args.keep), targets, args.seeds)
-            print(line(name, method, figures), flush=True)
             about = {"targets": args.targets, "seeds": args.seeds}
-            save_parts(args.out, here, {f"{name} / {method}": {**figures, **about}})
+            save_parts(args.out, surroundings(peers=False), {f"{name} / {method}": {**figures, **about}})
 
 
 if __name__ == "__main__":

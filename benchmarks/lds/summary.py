@@ -1,7 +1,6 @@
 """Comparison of the methods of ``benchmarks.lds.table`` over problems.
 
-Three tables: the LDS of every method on every problem with the half width of its 95 % interval and its CPU seconds;
-mean LDS and mean rank of every method; and for every problem the default of trak_lite minus the other package with the
+Mean LDS and mean rank of every method, and for every problem the default of trak_lite minus the other package with the
 highest LDS, with the 95 % interval of a paired bootstrap, which resamples subsets and targets together
 (:func:`trak_lite.evaluation.compare_datamodeling_scores`). Differences need the scores that
 ``benchmarks.lds.table --keep FOLDER`` has stored; a problem without them keeps the difference of the last summary, if
@@ -16,7 +15,6 @@ Run:  python -m benchmarks.lds.summary --keep FOLDER [--ours "default, run"]
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,12 +26,10 @@ from benchmarks.lds.peers import PEERS, TEXT_PEERS
 from benchmarks.lds.settings import SETTINGS
 from benchmarks.lds.table import DEFAULT, best_peer, kept
 from benchmarks.lds.table import RESULTS as TABLE
-from benchmarks.lds.truth import load
-from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import save_parts, surroundings
+from benchmarks.lds.truth import estimate, load
+from benchmarks.measuring import parser_of, save_parts, surroundings
 from trak_lite.evaluation import compare_datamodeling_scores
 
-RESULTS = FOLDER / "lds_summary.json"
 Rows = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -93,7 +89,7 @@ def difference(name: str, ours: str, peer: str, keep: Path) -> dict[str, Any] | 
     truth = load(SETTINGS[name])
     first, second = (np.load(path).astype(np.float64) for path in paths)
     found = compare_datamodeling_scores(first, second, truth.masks, truth.outputs.mean(1))
-    return {"mean": found.mean, "interval": list(found.interval)}
+    return estimate(found)
 
 
 def compared(
@@ -123,95 +119,21 @@ def compared(
     return found
 
 
-def _signed(value: Mapping[str, Any] | None) -> str:
-    if value is None:
-        return ""
-    low, high = value["interval"]
-    return f"{value['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
-
-
-def _cell(figures: Mapping[str, Any] | None) -> str:
-    if figures is None:
-        return ""
-    if "fails" in figures:
-        return "fails"
-    half = figures["lds_all"]["interval"][1] - figures["lds_all"]["mean"]
-    return f"{figures['lds_all']['mean']:.3f} ± {half:.3f}, {figures['seconds']:.1f} s"
-
-
-def _markdown(columns: list[str], rows: list[list[str]]) -> str:
-    head = ["| " + " | ".join(columns) + " |", "|" + "---|" + "--:|" * (len(columns) - 1)]
-    return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def printed(rows: Rows, means: Mapping[str, Any], pairs: Mapping[str, Any]) -> str:
-    """Return the three tables in Markdown."""
-    everything = [[method, *(_cell(rows[name].get(method)) for name in rows)] for method in means]
-
-    def number(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
-    ranked = [
-        [
-            method,
-            number(one.get("mean rank"), 2),
-            f"{number(one.get('mean cheaper'), 2)} ({one['affordable']})",
-            number(one.get("mean lds"), 3),
-            number(one.get("mean seconds"), 1),
-            str(one["problems"]),
-            str(one["failed"]),
-        ]
-        for method, one in means.items()
-    ]
-    columns = ["problem", "ceiling", "ours", "best peer", "its LDS", "ours minus it"]
-    columns += ["best as cheap", "its LDS", "ours minus it"]
-    against = []
-    for name, pair in pairs.items():
-        row = [name, number(pair["ceiling"], 3), _cell(pair["ours"])]
-        for key in ("peer", "cheaper peer"):
-            peer = pair.get(key)
-            row += (
-                ["", "", ""] if peer is None else [peer["method"], _cell(peer), _signed(peer["difference"])]
-            )
-        against.append(row)
-    return "\n\n".join(
-        (
-            _markdown(["method", *rows], everything),
-            _markdown(
-                [
-                    "method",
-                    "mean rank",
-                    "rank among cheaper (problems)",
-                    "mean LDS",
-                    "CPU s",
-                    "problems",
-                    "failed",
-                ],
-                ranked,
-            ),
-            _markdown(columns, against),
-        )
-    )
-
-
 def main() -> None:
-    """Print the tables, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Compare, write JSON."""
+    parser = parser_of(__doc__, "lds_summary.json")
     parser.add_argument(
         "--keep", type=Path, required=True, help="folder of the scores of benchmarks.lds.table"
     )
     parser.add_argument("--ours", default=DEFAULT, help="method of trak_lite")
     parser.add_argument("--results", type=Path, default=TABLE, help="results of benchmarks.lds.table")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     parts = json.loads(args.results.read_text())["parts"]
     rows = rows_of(parts, args.ours)
     means = overall(rows, args.ours)
     last = json.loads(args.out.read_text())["parts"]["problems"] if args.out.exists() else {}
     pairs = {name: compared(name, rows, parts, args.ours, args.keep, last.get(name, {})) for name in rows}
-    print(printed(rows, means, pairs))
-    here = {name: value for name, value in surroundings().items() if name != "peers"}
-    save_parts(args.out, here, {"methods": means, "problems": pairs})
+    save_parts(args.out, surroundings(peers=False), {"methods": means, "problems": pairs})
 
 
 if __name__ == "__main__":

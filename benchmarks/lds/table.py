@@ -26,7 +26,6 @@ Run:  python -m benchmarks.lds.table [--settings digits_mlp ...] [--methods defa
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
@@ -45,10 +44,10 @@ from benchmarks.lds.data import flipped_rows
 from benchmarks.lds.methods import METHODS, TEXT_METHODS, Problem, fitted_datamodel
 from benchmarks.lds.peers import PEERS, TEXT_PEERS
 from benchmarks.lds.settings import SETTINGS
-from benchmarks.lds.truth import Truth, full_runs, load, load_one_run
+from benchmarks.lds.truth import Truth, full_runs, lds, load, load_one_run
 from benchmarks.measuring import RESULTS as FOLDER
-from benchmarks.measuring import cpu_seconds, run_forked, save_parts, surroundings
-from trak_lite.evaluation import linear_datamodeling_score, mislabel_detection, seed_noise_ceiling
+from benchmarks.measuring import cpu_seconds, parser_of, run_forked, save_parts, surroundings
+from trak_lite.evaluation import mislabel_detection, seed_noise_ceiling
 
 RESULTS = FOLDER / "lds.json"
 NUM_RUNS = 5
@@ -98,29 +97,24 @@ def applies(setting: str, method: str) -> bool:
     return is_text or method not in {**TEXT_METHODS, **TEXT_PEERS}
 
 
-def halves(truth: Truth) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Return masks, outputs and target numbers of the half for choosing and of the half for reporting."""
+def halves(truth: Truth) -> dict[str, tuple[Truth, np.ndarray]]:
+    """Return subsets and target numbers of the half for choosing and of the half for reporting."""
     found = {}
     for name, first in (("chosen_on", 0), ("lds", 1)):
-        targets = np.arange(first, truth.outputs.shape[2], 2)
-        found[name] = (truth.masks[first::2], truth.outputs[first::2].mean(1)[:, targets], targets)
+        half = Truth(truth.masks[first::2], truth.outputs[first::2, :, first::2])
+        found[name] = half, np.arange(first, truth.outputs.shape[2], 2)
     return found
 
 
 def evaluated(setting: str, truth: Truth, scores: np.ndarray) -> dict[str, Any]:
     """Return the accuracy of scores ``(N, M)``."""
-
-    def lds(some: np.ndarray, masks: np.ndarray, values: np.ndarray) -> dict[str, Any]:
-        score = linear_datamodeling_score(some, masks, values)
-        return {"mean": score.mean, "interval": list(score.interval)}
-
-    found: dict[str, Any] = {"lds_all": lds(scores, truth.masks, truth.outputs.mean(1))}
+    found: dict[str, Any] = {"lds_all": lds(scores, truth)}
     one_run = load_one_run(SETTINGS[setting])
     if one_run is not None:
-        found["lds_one_run"] = lds(scores, one_run.masks, one_run.outputs[:, 0])
+        found["lds_one_run"] = lds(scores, one_run)
     if setting in CHOSEN_ON:
-        for name, (masks, values, targets) in halves(truth).items():
-            found[name] = lds(scores[:, targets], masks, values)
+        for name, (half, targets) in halves(truth).items():
+            found[name] = lds(scores[:, targets], half)
     if setting in MISLABELED and scores.dtype != np.float16:
         found["mislabel_auc"] = mislabel_detection(-scores.mean(1, dtype=np.float64), flipped_rows()).auc
     return found
@@ -129,8 +123,7 @@ def evaluated(setting: str, truth: Truth, scores: np.ndarray) -> dict[str, Any]:
 def row(setting: str, method: str, truth: Truth, keep: Path | None, cpu_limit: int) -> dict[str, Any]:
     """Run a method in a separate process and evaluate its scores; a failure is a row too."""
     if method == DATAMODEL:
-        masks, _, _ = halves(truth)["chosen_on"]
-        datamodel = fitted_datamodel(masks, truth.outputs[::2].mean(1))
+        datamodel = fitted_datamodel(truth.masks[::2], truth.outputs[::2].mean(1))
         return {"checkpoints": datamodel.num_models, **evaluated(setting, truth, datamodel.scores)}
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/scores.npy"
@@ -178,58 +171,26 @@ def _halved(scores: np.ndarray) -> np.ndarray:
     return np.ldexp(scores.astype(np.float64), 15 - exponents).astype(np.float16)
 
 
-def line(method: str, figures: dict[str, Any]) -> str:
-    """Return a row of the table."""
-    if "fails" in figures:
-        return f"| {method} | fails: {figures['fails'][:100]} | | | | | | |"
-
-    def lds(name: str) -> str:
-        return f"{figures[name]['mean']:.3f}" if name in figures else ""
-
-    low, high = figures["lds_all"]["interval"]
-    seconds, area = figures.get("seconds"), figures.get("mislabel_auc")
-    cells = [
-        method,
-        *(
-            str(figures[name]) if figures.get(name) is not None else ""
-            for name in ("checkpoints", "K", "row_bytes")
-        ),
-        "" if seconds is None else f"{seconds:.1f}",
-        f"{lds('lds_all')} [{low:.3f}, {high:.3f}]",
-        lds("lds_one_run"),
-        "" if area is None else f"{area:.3f}",
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
 def main() -> None:
-    """Run methods on problems, print a table per problem, write JSON after every row."""
+    """Run methods on problems, write JSON after every row; docs/tables.py makes the tables of the pages."""
     methods = [*ALL, DATAMODEL]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "lds.json")
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--methods", nargs="*", default=methods, choices=[*methods, *GROUPS])
     parser.add_argument("--missing", action="store_true", help="skip rows that are in the file")
     parser.add_argument("--keep", type=Path, help="folder for the scores of every method")
     parser.add_argument("--evaluate", action="store_true", help="evaluate kept scores again; run no method")
     parser.add_argument("--cpu-limit", type=int, default=CPU_LIMIT, help="CPU seconds of a method")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     vmap(grad(torch.sum))(torch.ones(1, 1))  # imports for seconds when it is first called
     if args.evaluate and args.keep is None:
         parser.error("--evaluate needs --keep FOLDER")
     chosen = list(dict.fromkeys(one for name in args.methods for one in GROUPS.get(name, [name])))
-    here = {name: value for name, value in surroundings().items() if name != "peers"}  # names tell versions
     for name in args.settings:
         done = json.loads(args.out.read_text())["parts"] if args.out.exists() else {}
         truth = load(SETTINGS[name])
         ceiling = seed_noise_ceiling(truth.outputs).ceiling
-        num_subsets, num_seeds, num_targets = truth.outputs.shape
-        print(
-            f"\n{name}: {num_subsets} subsets x {num_seeds} seeds, {num_targets} targets, ceiling {ceiling:.3f}\n"
-        )
-        print("| method | models | K | bytes per row | CPU s | LDS | one-run LDS | mislabel AUC |")
-        print("|---|--:|--:|--:|--:|--:|--:|--:|")
         for method in chosen:
             before = done.get(f"{name} / {method}", {})
             if not applies(name, method):
@@ -244,8 +205,8 @@ def main() -> None:
             else:
                 full_runs(SETTINGS[name], runs_of(method))
                 figures = row(name, method, truth, args.keep, args.cpu_limit)
-            print(line(method, figures), flush=True)
-            save_parts(args.out, here, {f"{name} / {method}": figures, f"{name} / ceiling": ceiling})
+            parts = {f"{name} / {method}": figures, f"{name} / ceiling": ceiling}
+            save_parts(args.out, surroundings(peers=False), parts)  # the names of methods tell versions
 
 
 if __name__ == "__main__":

@@ -69,6 +69,19 @@ def train(
     return saved
 
 
+def trained(setting: Setting, masks: np.ndarray, seeds: Sequence[int]) -> list[Weights]:
+    """Return the final weights of a model per mask and seed, trained in stacks of masks of one size."""
+    found: list[Weights] = [{} for _ in seeds]
+    sizes = masks.sum(axis=1)
+    for size in np.unique(sizes):
+        same = np.flatnonzero(sizes == size)
+        for start in range(0, len(same), setting.stack):
+            some = same[start : start + setting.stack].tolist()
+            for place, run in zip(some, train(setting, masks[some], [seeds[i] for i in some]), strict=True):
+                found[place] = run[-1]
+    return found
+
+
 def _of_batches(module: nn.Module) -> nn.Module:
     """Make batch norms use the statistics of each batch alone: a stack of models cannot share running ones."""
     for part in module.modules():

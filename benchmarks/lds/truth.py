@@ -10,18 +10,18 @@ Run:  python -m benchmarks.lds.truth [--one-run] [--settings digits_mlp ...]
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.lds.settings import SETTINGS, Setting, digest
 from benchmarks.lds.training import Weights, outputs, train
-from benchmarks.measuring import ROOT, surroundings
+from benchmarks.measuring import ROOT, parser_of, surroundings
+from trak_lite.evaluation import linear_datamodeling_score
 
 DATA = Path(__file__).parents[1] / "data"
 RUNS = ROOT / "runs" / "lds"
@@ -37,6 +37,16 @@ class Truth(NamedTuple):
     """``(S, N)`` booleans."""
     outputs: np.ndarray
     """``(S, R, M)`` float32: f of every target."""
+
+
+def estimate(found: Any) -> dict[str, Any]:
+    """Return the mean and the interval of a score, of a difference, or of a rise as JSON values."""
+    return {"mean": found.mean, "interval": list(found.interval)}
+
+
+def lds(scores: np.ndarray, truth: Truth) -> dict[str, Any]:
+    """Return the linear datamodeling score of scores ``(N, M)``; outputs are averaged over seeds."""
+    return estimate(linear_datamodeling_score(scores, truth.masks, truth.outputs.mean(1)))
 
 
 def subset_masks(num_rows: int, num_subsets: int) -> np.ndarray:
@@ -143,7 +153,7 @@ def full_runs(setting: Setting, num_runs: int) -> list[list[Weights]]:
 
 def main() -> None:
     """Generate the ground truth of the settings."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--one-run", action="store_true", help="with the seed of the first run on all data")
     args = parser.parse_args()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import models
 from benchmarks.bench_featurize import dataset, digit_batches
-from benchmarks.measuring import ROOT, Growth, memory_growth
+from benchmarks.measuring import ROOT, Growth, memory_growth, resident_kib
 from trak_lite import Attributor, Rows
 
 PROJ_DIM, BATCH, TARGETS = 512, 32, 64
@@ -93,12 +92,12 @@ def wait_for_all(folder: Path, what: str) -> None:
 @contextmanager
 def anonymous_growth() -> Iterator[tuple[Growth, Growth]]:
     """Measure the growth of the resident set, and of the part that no file backs, sampled every 5 ms."""
-    anonymous, before, most, ended = Growth(), _anonymous_kib(), 0, threading.Event()
+    anonymous, before, most, ended = Growth(), resident_kib("RssAnon"), 0, threading.Event()
 
     def sample() -> None:
         nonlocal most
         while not ended.wait(_SAMPLING):
-            most = max(most, _anonymous_kib())
+            most = max(most, resident_kib("RssAnon"))
 
     sampler = threading.Thread(target=sample)
     with memory_growth() as whole:
@@ -109,8 +108,3 @@ def anonymous_growth() -> Iterator[tuple[Growth, Growth]]:
             ended.set()
             sampler.join()
     anonymous.mib = max(0, most - before) / 1024
-
-
-def _anonymous_kib() -> int:
-    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-    return int(found.group(1)) if found else 0
