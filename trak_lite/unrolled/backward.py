@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.progress import KeptProgress
@@ -248,11 +248,11 @@ class Replay:
         self, number: int, state: State, size: int, index: int, part: Part
     ) -> tuple[Named, Callable[[Named], tuple[Named, Tensor]]]:
         """Return the gradient of a part of a step, and its product with the derivatives by parameters and weights."""
-        run, program = self._run, self._run.program
-        key = step_key(run.recipe.seed, number, index, run.device)
+        run = self._run
+        args = run.frozen, part.batch, step_key(run.recipe.seed, number, index, run.device)
         weights = run.weights[torch.from_numpy(part.rows).to(run.device)]
         return _vjp(
-            lambda values, some: program.gradient(values, some, run.frozen, part.batch, key, size),
+            lambda values, some: grad(partial(run.program.total, args, some, size))(values),
             state.parameters,
             weights,
         )
@@ -288,11 +288,12 @@ class Replay:
         tensors = [state.parameters, [*run.frozen], take_rows(part.batch, range(len(rows)))]
         at, fixed, batch = map_tensors(widened, tensors)
         weights = run.weights[torch.from_numpy(rows).to(run.device)].double()
-        args = weights, Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device), len(rows)
+        args = Frozen(*fixed), batch, step_key(run.recipe.seed, 0, 0, run.device)
+        total = partial(run.program.total, args, weights, len(rows))
         return _require_differences(
             "second derivatives of a training step",
-            lambda values: run.program.plain_gradient(values, *args),
-            lambda at, c: _vjp(lambda values: run.program.gradient(values, *args), at)[1](c)[0],
+            partial(gradient_of, total),
+            lambda at, c: _vjp(grad(total), at)[1](c)[0],
             at,
             self._moved,
         )

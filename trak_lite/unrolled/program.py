@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -236,25 +236,22 @@ class Program:
             for piece, (_, batch) in zip(pieces, batches, strict=True)
         ]
 
-    def plain_gradient(
-        self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
-    ) -> Named:
-        """Return :meth:`gradient` as a training takes it, which cannot be differentiated again."""
-        return _gradient(self._losses, parameters, (frozen, batch, key), weights, size)
+    def total(
+        self,
+        args: tuple[Frozen, Batch, Tensor],
+        weights: Tensor,
+        size: int,
+        parameters: Named,
+        *,
+        many: bool = False,
+    ) -> Tensor:
+        """Return the losses of some rows, weighted ``(b,)``, or ``(R, b)`` of many models, and divided by ``size``.
 
-    def gradient(
-        self, parameters: Named, weights: Tensor, frozen: Frozen, batch: Batch, key: Tensor, size: int
-    ) -> Named:
-        """Return the gradient of the losses of some rows, weighted ``(b,)`` and divided by the ``size`` of the step.
-
-        It can be differentiated again by the parameters and the weights. ``key`` is that of the dropout masks.
+        ``args`` are frozen tensors, samples and the key of the dropout masks, ``size`` the number of rows of the step.
         """
-
-        def total(values: Named) -> Tensor:
-            return _total(self._losses(values, frozen, batch, key), weights, size)
-
-        gradient: Named = grad(total)(parameters)
-        return gradient
+        losses = (vmap(self._losses) if many else self._losses)(parameters, *args)
+        total: Tensor = (losses * weights.to(losses.dtype)).sum() / size
+        return total
 
     def _losses(self, parameters: Named, frozen: Frozen, batch: Batch, key: Tensor) -> Tensor:
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
@@ -293,13 +290,13 @@ class Program:
         their seeds ``(R,)``. A seed draws the dropout masks.
         """
         many = isinstance(seed, Tensor)
-        losses = vmap(self._losses) if many else self._losses
         size = sum(part.rows.shape[-1] for part in parts)
         total: Named = {}
         for index, part in enumerate(parts):
             rows = torch.from_numpy(part.rows).to(weights.device)
             args = (frozen, part.batch, step_key(seed, number, index, self.device))
-            gradient = _gradient(losses, state.parameters, args, weights.gather(-1, rows), size)
+            output = partial(self.total, args, weights.gather(-1, rows), size, many=many)
+            gradient = gradient_of(output, state.parameters)
             total = {name: total[name] + g for name, g in gradient.items()} if total else gradient
         if not many:
             return self.update(state, total, number)
@@ -422,20 +419,11 @@ def require_parameters(what: str, values: Iterable[Tensor], parameters: Collecti
         )
 
 
-def _total(losses: Tensor, weights: Tensor, size: int) -> Tensor:
-    """Return the weighted sum of losses of rows, divided by the number of rows of the step."""
-    return (losses * weights.to(losses.dtype)).sum() / size
-
-
-def _gradient(
-    losses: Callable[..., Tensor], parameters: Named, args: tuple[Any, ...], weights: Tensor, size: int
-) -> Named:
-    """Return the gradient of the total of ``losses(parameters, *args)``, which cannot be differentiated again."""
-    return gradient_of(lambda leaves: _total(losses(leaves, *args), weights, size), parameters)
-
-
 def gradient_of(output: Callable[[Named], Tensor], at: Named) -> Named:
-    """Return the gradient of a number by named tensors: zero by those that it does not depend on."""
+    """Return the gradient of a number by named tensors, which cannot be differentiated again.
+
+    It is zero by those that the number does not depend on.
+    """
     with torch.enable_grad():
         leaves = {name: value.detach().requires_grad_() for name, value in at.items()}
         number = output(leaves)
