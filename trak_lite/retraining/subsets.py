@@ -116,7 +116,8 @@ class _Plan:
     """Added to the seeds for every further subset."""
     at_once: int | None = None
     """Number of models that are trained side by side; ``None`` trains one after the other."""
-    _repeated: dict[tuple[int, int], NDArray[np.float32]] = field(init=False, default_factory=dict)
+    repeated: dict[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict)
+    """Outputs of models that were trained again, also those of parts of this plan: they have the same models."""
 
     @property
     def num_rows(self) -> int:
@@ -130,12 +131,7 @@ class _Plan:
             return None
         plan = replace(self, masks=self.masks[:count], seeds=self.seeds[: len(seeds)])
         described = {**self.fingerprint, **_described(plan.masks, plan.seeds)}
-        if described != fingerprint:
-            return None
-        plan = replace(plan, fingerprint=described)
-        if plan.seeds == self.seeds:  # the same rows
-            object.__setattr__(plan, "_repeated", self._repeated)
-        return plan
+        return replace(plan, fingerprint=described) if described == fingerprint else None
 
     def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
         for row in rows:
@@ -190,10 +186,12 @@ class _Plan:
 
     def again(self, row: int, number: int) -> NDArray[np.float32]:
         """Return the outputs of a row of the table, trained again for the first (0) or the second time (1)."""
-        if (row, number) not in self._repeated:
+        job = next(self.jobs([row]))
+        key = job.subset, job.seed, number
+        if key not in self.repeated:
             ((_, outputs),) = self.train([row])
-            self._repeated[row, number] = outputs.astype(np.float32)
-        return self._repeated[row, number]
+            self.repeated[key] = outputs.astype(np.float32)
+        return self.repeated[key]
 
 
 def retrain(
