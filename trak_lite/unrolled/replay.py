@@ -162,12 +162,8 @@ def _scores_of_run(
                 with SharedRows(lazy, spec.chunk_rows, label="Storing scores", progress=False) as work:
                     for rows in (rows for batches in work.rounds() for rows in batches):
                         work.put(rows, {SCORES: matrix[rows]})
-        if blocks.are_scores():
-            blocks.forget()
-    reader = workspace.reader()
-    if not reader.open_table(path).complete:
-        raise BusyError(f"Another process is writing the scores {name!r} of this run. Make the call again.")
-    entries = ScoreEntries(reader, path, workspace)
+        blocks.forget()
+    entries = ScoreEntries(workspace.reader(), path, workspace)
     return made_of(StoredMatrix(entries.table()), location=f"{workspace.path}:{path}", entries=entries)
 
 
