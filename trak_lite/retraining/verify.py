@@ -129,10 +129,33 @@ def verify(
             require_kernel(source)
         masks = subset_masks(len(scores), budget, alpha=alpha, seed=subset_seed, strata=strata)
         retrained = retrain(masks, seeds=seeds)
-        verdict = evaluate(scores, source, retrained, confidence, calibrate=calibrate, texts=texts)
+        outputs, predicted = retrained.mean, summed_over(scores, masks)
+        sums = SubsetSums(source, masks)
+        others = dict(_baselines(source, sums, masks, scores.shape, texts))
+        (score_lds, *baseline_lds), leads = bootstrapped_scores(
+            [predicted, *others.values()], outputs, confidence
+        )
+        baselines = (
+            Baseline(name, Estimate.of(lds), Estimate.of(lead))
+            for name, lds, lead in zip(others, baseline_lds, leads, strict=True)
+        )
+        verdict = Verdict(
+            lds=Estimate.of(score_lds),
+            baselines=tuple(baselines),
+            num_subsets=len(outputs),
+            num_seeds=len(retrained.seeds),
+            alpha=float(masks.mean()),
+            num_targets=outputs.shape[1],
+            num_constant=score_lds.num_constant,
+            confidence=confidence,
+            ceiling=retrained.noise_ceiling().ceiling if len(retrained.seeds) > 1 else None,
+            calibration=fitted_to_subsets(source, sums, predicted, outputs, confidence)
+            if calibrate
+            else None,
+            compared=retrained.compared,
+        )
         some = every_nth(scores.shape[1], _KEPT_TARGETS)
-        pairs = np.stack([summed_over(scores, retrained.masks)[:, some], retrained.mean[:, some]])
-        entries.put(verdict, pairs)
+        entries.put(verdict, np.stack([predicted[:, some], outputs[:, some]]))
         return verdict.to_json()
 
     return Verdict.from_json(measured(scores, train_fn, targets, train_id, "verify", decide))
@@ -206,42 +229,6 @@ def calibrated_scores(scores: Scores, calibration: Calibration | None = None) ->
     settings = {**scores.settings, "calibrated_on": held_out}
     made_with = scores.name, scores.method, scores.manifest, settings
     return Scores(HeldMatrix(matrix), *made_with, known_task=scores.task)
-
-
-def evaluate(
-    scores: Scores,
-    rows: ScoreSource,
-    retrained: Retrained,
-    confidence: float,
-    *,
-    calibrate: bool,
-    texts: tuple[Sequence[Any], Sequence[Any]] | None,
-) -> Verdict:
-    """Return the verdict: scores, and baselines from the rows of the scores, compared with retrained models."""
-    outputs = retrained.mean
-    predicted = summed_over(scores, retrained.masks)
-    sums = SubsetSums(rows, retrained.masks)
-    others = dict(_baselines(rows, sums, retrained.masks, scores.shape, texts))
-    (score_lds, *baseline_lds), leads = bootstrapped_scores(
-        [predicted, *others.values()], outputs, confidence
-    )
-    baselines = (
-        Baseline(name, Estimate.of(lds), Estimate.of(lead))
-        for name, lds, lead in zip(others, baseline_lds, leads, strict=True)
-    )
-    return Verdict(
-        lds=Estimate.of(score_lds),
-        baselines=tuple(baselines),
-        num_subsets=len(outputs),
-        num_seeds=len(retrained.seeds),
-        alpha=float(retrained.masks.mean()),
-        num_targets=outputs.shape[1],
-        num_constant=score_lds.num_constant,
-        confidence=confidence,
-        ceiling=retrained.noise_ceiling().ceiling if len(retrained.seeds) > 1 else None,
-        calibration=fitted_to_subsets(rows, sums, predicted, outputs, confidence) if calibrate else None,
-        compared=retrained.compared,
-    )
 
 
 def _target_outputs(
