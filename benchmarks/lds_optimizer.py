@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lds.methods import BATCH, Problem
+from benchmarks.lds.methods import Problem
 from benchmarks.lds.settings import SETTINGS, Setting
 from benchmarks.lds.training import train
 from benchmarks.lds.truth import FULL_RUN_SEED, estimate, lds, load
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import parser_of, save_parts, surroundings
-from trak_lite import Attributor
 from trak_lite.evaluation import compare_datamodeling_scores
 from trak_lite.methods import LESS, TRAK, AbstractMethod, GaussNewton, GradCos, GradDot
 
@@ -59,15 +58,7 @@ def figures(name: str) -> dict[str, Any]:
         less = {"LESS": LESS(learning_rates=rates[-count:]), "dot product": GradDot(q="off")}
         for rows, methods in (("none", LINEAR), ("adam", LINEAR), ("adam_update", less)):
             with tempfile.TemporaryDirectory() as folder:
-                attributor = Attributor(
-                    problem.model(),
-                    setting.task,
-                    f"{folder}/store",
-                    batch_size=BATCH,
-                    progress=False,
-                    normalize=rows,
-                    dtype="float32",
-                )
+                attributor = problem.attributor(folder, normalize=rows, dtype="float32")
                 attributor.featurize(problem.train, run[-count:])
                 for label, method in methods.items():
                     scores = attributor.score(problem.targets, method=replace(method), dense=False).numpy()

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.lds.methods import BATCH, LOG_P, MARGINS, Problem
+from benchmarks.lds.methods import LOG_P, MARGINS, Problem
 from benchmarks.lds.peers import kronfluence
 from benchmarks.lds.settings import SETTINGS
 from benchmarks.lds.truth import Truth, full_runs, lds, load
 from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
-from trak_lite import Attributor, Refine
+from trak_lite import Refine
 from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.methods import CG, EKFAC, AbstractMethod, GradDot
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -40,14 +40,9 @@ SHOWN = 10
 GOAL = 0.95
 
 
-def attributor(problem: Problem, **settings: Any) -> Attributor:
-    task = settings.pop("task", problem.setting.task)
-    return Attributor(problem.model(), task, None, batch_size=BATCH, progress=False, **settings)
-
-
 def streamed(problem: Problem, method: AbstractMethod, **settings: Any) -> tuple[np.ndarray, dict[str, Any]]:
     """Return the scores of all train rows without stored rows, and the convergence of a solver."""
-    scores = attributor(problem, **settings).stream_scores(problem.train, problem.targets, method=method)
+    scores = problem.attributor(None, **settings).stream_scores(problem.train, problem.targets, method=method)
     found: dict[str, Any] = {}
     for convergence in scores.convergence:
         found["iterations"] = [int(convergence.iterations.min()), int(convergence.iterations.max())]
@@ -81,7 +76,7 @@ def candidates(coarse: np.ndarray, exact: np.ndarray) -> list[dict[str, float]]:
 def refined(problem: Problem) -> dict[str, Any]:
     """Return overlaps of candidates with full scoring, and the cost of a refinement."""
     exact, _ = streamed(problem, REFINED)
-    made = attributor(problem)
+    made = problem.attributor(None)
     found: dict[str, Any] = {
         "K": made.projector.proj_dim,
         "row_bytes": made.row_bytes,

@@ -14,9 +14,9 @@ import torch
 
 from benchmarks import models
 from benchmarks.gpu.bench import Bench
+from benchmarks.scaling.killed_ranks import contents
 from benchmarks.scaling.ranks import keep, start, wait_for_all
 from trak_lite import Attributor, Rows
-from trak_lite.store import open_store
 
 MODULE = "benchmarks.gpu.ranks"
 WORLDS = (1, 2)
@@ -36,23 +36,14 @@ def two_ranks(bench: Bench) -> dict[str, Any]:
             _, ranks = start(
                 world, MODULE, Path(folder), str(bench.device), str(int(bench.small)), str(count)
             )
-            stored.append(_rows(Path(folder) / "run.zarr"))
+            rows = contents(Path(folder) / "run.zarr")
+            stored.append({name: np.array(values) for name, values in rows.items()})
         seconds = max(rank["end"] for rank in ranks) - min(rank["begin"] for rank in ranks)
         found[f"rows_per_s_of_{world}"] = count / seconds
         found[f"rows_by_rank_of_{world}"] = [rank["rows"] for rank in ranks]
     found["faster"] = found["rows_per_s_of_2"] / found["rows_per_s_of_1"]
     found["equal"] = all(np.array_equal(rows, stored[1][path]) for path, rows in stored[0].items())
     return found
-
-
-def _rows(path: Path) -> dict[str, Any]:
-    with open_store(path) as store:
-        tables = {name: store.open_table(name) for name in store.table_names()}
-        return {
-            f"{name}/{column.name}": np.array(table.read(column.name))
-            for name, table in tables.items()
-            for column in table.spec.columns
-        }
 
 
 def rank(folder: Path, device: str, small: bool, count: int) -> None:

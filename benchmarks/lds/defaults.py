@@ -30,12 +30,11 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 from torch import Tensor
 
-from benchmarks.lds.methods import BATCH, Problem
+from benchmarks.lds.methods import Problem
 from benchmarks.lds.settings import NEVER_SHOWN, SETTINGS
 from benchmarks.lds.truth import Truth, full_runs, load
 from benchmarks.measuring import RESULTS as FOLDER
 from benchmarks.measuring import parser_of, save_parts, surroundings
-from trak_lite import Attributor
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.methods import Fisher, GradDot
 from trak_lite.store import open_store
@@ -146,14 +145,7 @@ def figures(name: str) -> dict[str, dict[str, float]]:
     truth, problem = load(setting), Problem(setting, full_runs(setting, 1))
     sums: dict[tuple[str, str, str], Sums] = {}
     with tempfile.TemporaryDirectory() as folder:
-        attributor = Attributor(
-            problem.model(),
-            setting.task,
-            f"{folder}/store",
-            batch_size=BATCH,
-            progress=False,
-            method=Fisher() if setting.task == TEXT else GradDot(),
-        )
+        attributor = problem.attributor(folder, method=Fisher() if setting.task == TEXT else GradDot())
         states = problem.checkpoints("run")
         attributor.featurize(problem.train, states)
         attributor.score(problem.targets, method=GradDot())

@@ -56,6 +56,12 @@ class Problem:
         model.load_state_dict(self.runs[0][-1] if weights is None else weights)
         return model
 
+    def attributor(self, folder: str | None, *, task: Any = None, **settings: Any) -> Attributor:
+        """Return an attributor of the task, by default that of the setting, with its store in a folder or in memory."""
+        path = None if folder is None else f"{folder}/store"
+        settings = {"batch_size": BATCH, "progress": False, **settings}
+        return Attributor(self.model(), task or self.setting.task, path, **settings)
+
     def checkpoints(self, which: str) -> list[Weights]:
         """Return ``final`` (of one run), ``run`` (all of one run), ``finals`` or ``runs`` (of all runs)."""
         chosen = self.runs if which in ("finals", "runs") else self.runs[:1]
@@ -102,14 +108,7 @@ def ours(
     """
     states = problem.checkpoints(checkpoints)
     with tempfile.TemporaryDirectory() as folder:
-        attributor = Attributor(
-            problem.model(),
-            task or problem.setting.task,
-            f"{folder}/store",
-            batch_size=BATCH,
-            progress=False,
-            **settings,
-        )
+        attributor = problem.attributor(folder, task=task, **settings)
         attributor.featurize(problem.train, states)
         method = replace(attributor.method, **(fields or {}))
         scores = attributor.score(problem.targets, method=method, task=target_task).numpy()
@@ -122,7 +121,7 @@ def streamed(
 ) -> Attribution:
     """Score without stored rows, by EK-FAC with one sampled gradient per train row, or by a method."""
     states = problem.checkpoints(checkpoints)
-    attributor = Attributor(problem.model(), problem.setting.task, None, batch_size=BATCH, progress=False)
+    attributor = problem.attributor(None)
     method = method or EKFAC(damping=0.1, samples=len(problem.train))
     scores = attributor.stream_scores(
         problem.train, problem.targets, method=method, checkpoints=states, task=target_task
@@ -150,9 +149,7 @@ def calibrated(problem: Problem, **settings: Any) -> Attribution:
         return train(setting, mask, [CALIBRATION_SEED + int(rows[:20].sum())])[0][-1]
 
     with tempfile.TemporaryDirectory() as folder:
-        attributor = Attributor(
-            problem.model(), setting.task, f"{folder}/store", batch_size=BATCH, progress=False, **settings
-        )
+        attributor = problem.attributor(folder, **settings)
         attributor.featurize(problem.train, states)
         scores = attributor.score(problem.targets)
         verdict = verify(
