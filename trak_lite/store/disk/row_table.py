@@ -194,15 +194,11 @@ class RowTable(AbstractRowTable):
         self._closed = True
         self.give_up_locks()
 
-    def forget(self) -> None:
-        """Release locks and forget the progress of unfinished chunks, because a repair may change them."""
-        self.give_up_locks()
-        self._known.clear()
-
     def give_up_locks(self) -> None:
-        """Close the row logs, the commit log and all chunks; the next call reopens them."""
+        """Close the row logs, the commit log and all chunks; the next call reopens and reads them."""
         while self._staged:
-            self._release(next(iter(self._staged)))
+            self._staged.popitem()[1].close()
+        self._known.clear()
         self._claimed.clear()
         self._chunks.close()
 

@@ -280,7 +280,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             return check_folder(self._root, repair=False)
         self._require_writable()
         for table in self._tables.values():
-            table.forget()
+            table.give_up_locks()
         return check_folder(self._root, repair=True)
 
     def open_table(self, path: str) -> RowTable:
