@@ -44,7 +44,7 @@ from trak_lite.linalg.products import score_block
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec
 from trak_lite.store import AbstractRowTable, Manifest, TableSpec, ZarrFeatureStore
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.documents import table_identity
+from trak_lite.store.disk.documents import identity_of, table_documents
 from trak_lite.store.disk.records import CommitRecord
 
 BATCH = 32
@@ -175,7 +175,8 @@ def in_turn(*calls: Callable[[], Any]) -> list[float]:
 def forge(folder: str, spec: TableSpec) -> None:
     """Write every chunk of a table directly, committed by one log, as many writers would have left it."""
     make_table(folder, spec)
-    identity = table_identity("ckpt-0", Manifest({}).digest(), spec)
+    documents = table_documents("ckpt-0", Manifest({}).digest(), spec, {})
+    identity = identity_of(documents[""]["attributes"]["trak_lite"])
     files = TableFiles(f"{folder}/run.zarr/ckpt-0", spec, root=folder, identity=identity)
     contents = {column.name: bytes(column.chunk_bytes) for column in files.columns}
     sums = {name: (len(content), crc32c(content)) for name, content in contents.items()}

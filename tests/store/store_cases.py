@@ -33,7 +33,7 @@ from trak_lite.store import (
     create_store,
     open_store,
 )
-from trak_lite.store.disk.documents import sealed, table_identity
+from trak_lite.store.disk.documents import identity_of, sealed, table_documents
 from trak_lite.store.disk.listing import entry_name
 
 __all__ = ["crc32c", "entry_name", "failpoints"]
@@ -189,7 +189,8 @@ def snapshot(path):
 
 
 def log_mark(chunk):
-    return hashlib.sha256(f"{table_identity(NAME, MANIFEST.digest(), SPEC)}/{chunk}".encode()).digest()[:8]
+    record = table_documents(NAME, MANIFEST.digest(), SPEC, {})[""]["attributes"]["trak_lite"]
+    return hashlib.sha256(f"{identity_of(record)}/{chunk}".encode()).digest()[:8]
 
 
 def frame(mark, runs, rows):

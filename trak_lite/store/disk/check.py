@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 from trak_lite.core.files import named_errors, rename
@@ -31,8 +31,8 @@ from trak_lite.store.disk.documents import (
     identity_of,
     manifest_from_json,
     misnamed,
-    own_attributes,
-    read_zarr_json,
+    read_document,
+    read_record,
     refuse_undescribed,
     sizes_under_way,
     table_from_json,
@@ -102,6 +102,8 @@ class StoreLook(ABC):
     def __init__(self, where: str, files: Files, lock: Lock | None = None) -> None:
         self.where = where
         self._files, self._lock = files, lock
+        self._get: Callable[[str], bytes | None] = files.get
+        """Reads a ``zarr.json``."""
         self.findings: list[Finding] = []
         self.tally = Tally()
         self.tables: dict[str, AnyTableLook] = {}
@@ -127,9 +129,6 @@ class StoreLook(ABC):
 
     @abstractmethod
     def _has(self, path: str) -> bool: ...
-
-    @abstractmethod
-    def _document(self, folder: str) -> dict[str, Any] | None: ...
 
     @abstractmethod
     def _list(self, names: Iterable[str]) -> None:
@@ -168,7 +167,7 @@ class StoreLook(ABC):
     def _root(self) -> None:
         record = None
         try:
-            record = self._attributes_of("")
+            record = read_record(self._get, "", where=self.where)
             if record is None:
                 self._damage(None, f"{self.where}/{_METADATA} is missing", _RESTORE)
             elif "columns" not in record:
@@ -183,9 +182,8 @@ class StoreLook(ABC):
                 f"{self.where} is a table inside a store. Give the path of the store itself."
             )
 
-    def _attributes_of(self, folder: str) -> dict[str, Any] | None:
-        document = self._document(folder)
-        return None if document is None else own_attributes(document, self._at(folder))
+    def _document(self, folder: str) -> dict[str, Any] | None:
+        return read_document(self._get, folder, where=self.where)
 
     def _at(self, path: str) -> str:
         return f"{self.where}/{path}".rstrip("/")
@@ -251,7 +249,7 @@ class StoreLook(ABC):
             self._damage(None, f"the entry {name!r} {text}", entries.remedy(text))
 
     def _folder(self, path: str) -> None:
-        record = self._attributes_of(path)
+        record = read_record(self._get, path, where=self.where)
         if record is None:
             self._without_metadata(path)
         elif "columns" in record:
@@ -367,9 +365,6 @@ class DiskLook(StoreLook):
     def _has(self, path: str) -> bool:
         return os.path.lexists(self._at(path))
 
-    def _document(self, folder: str) -> dict[str, Any] | None:
-        return read_zarr_json(self._at(folder))
-
     def _table_look(self, path: str, spec: TableSpec) -> TableLook:
         identity = self._identities[path]
         return TableLook(path, TableFiles(self._at(path), spec, root=self.where, identity=identity))
@@ -411,7 +406,7 @@ class DiskLook(StoreLook):
             if tables.identity(path) is None and is_old(self._at(metadata)):
                 self._note(f"the table {path!r} is not listed: its creation was interrupted", NEXT_WRITER)
         elif None not in (identity, recorded) and identity != recorded:
-            record = self._attributes_of(path)
+            record = read_record(self._get, path, where=self.where)
             if record and identity_of(record) == recorded and tables.identity(path) == identity:
                 self._damage(path, OTHER_TABLE, _PUT_BACK_TABLE)
 

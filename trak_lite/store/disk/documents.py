@@ -11,7 +11,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,6 @@ def identity_of(record: Mapping[str, Any]) -> str:
     return _digest({key: value for key, value in record.items() if key not in _NOT_IDENTITY})
 
 
-def table_identity(path: str, origin: str, spec: TableSpec) -> str:
-    """Return the identity of a table in the store with this origin; see :func:`identity_of`."""
-    return identity_of(_bare_record(path, origin, spec))
-
-
 def store_record(manifest: Manifest) -> dict[str, Any]:
     """Return the record of a new store.
 
@@ -85,8 +80,8 @@ def table_documents(
 ) -> dict[str, dict[str, Any]]:
     """Return the documents of a table by subfolder; the table's own (``""``) is last."""
     arrays = {array.name: array_document(array, spec) for array in spec.arrays}
-    record = sealed({**_bare_record(path, origin, spec), "attributes": dict(attributes)})
-    return {**arrays, "": group_document(record)}
+    record = {"table": path, "store": origin, **spec_to_json(spec), "attributes": dict(attributes)}
+    return {**arrays, "": group_document(sealed(record))}
 
 
 def group_document(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,10 +131,6 @@ def _array(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...], separator
 def encode_document(document: Mapping[str, Any]) -> bytes:
     """Return a document as the bytes of a ``zarr.json``."""
     return json.dumps(document, indent=2).encode()
-
-
-def _bare_record(path: str, origin: str, spec: TableSpec) -> dict[str, Any]:
-    return {"table": path, "store": origin, **spec_to_json(spec)}
 
 
 def _digest(value: Mapping[str, Any]) -> str:
@@ -304,10 +295,17 @@ def _same(expected: Any, actual: Any) -> bool:
     return canonical_json(expected) == canonical_json(actual)
 
 
-def read_zarr_json(folder: str) -> dict[str, Any] | None:
-    """Return the ``zarr.json`` of a folder, ``None`` without one; CorruptStoreError if it is no JSON object."""
-    text = read_zarr_bytes(folder)
-    return None if text is None else parse_zarr_json(text, os.path.join(folder, "zarr.json"))
+def read_document(get: Callable[[str], bytes | None], folder: str, *, where: str) -> dict[str, Any] | None:
+    """Return the ``zarr.json`` of a folder of a store, in which ``get`` reads files; ``None`` without one."""
+    key = f"{folder}/zarr.json".lstrip("/")
+    text = get(key)
+    return None if text is None else parse_zarr_json(text, f"{where}/{key}")
+
+
+def read_record(get: Callable[[str], bytes | None], folder: str, *, where: str) -> dict[str, Any] | None:
+    """Return the record in the ``zarr.json`` of a group, of a table, or (``""``) of the store; ``None`` without one."""
+    document = read_document(get, folder, where=where)
+    return None if document is None else own_attributes(document, f"{where}/{folder}".rstrip("/"))
 
 
 def read_zarr_bytes(folder: str) -> bytes | None:

@@ -25,8 +25,7 @@ from trak_lite.store._values import check_derived
 from trak_lite.store.disk.documents import (
     attributes_from_json,
     misnamed,
-    own_attributes,
-    parse_zarr_json,
+    read_record,
     table_from_json,
 )
 from trak_lite.store.disk.entries import (
@@ -189,7 +188,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
 
     def _group(self, path: str) -> dict[str, Any] | None:
         """Return the record in the ``zarr.json`` of a table or group; ``None`` if there is none."""
-        return read_group(self._files, path, where=self._where)
+        return read_record(self._files.get, path, where=self._where)
 
     def _has_document(self, path: str) -> bool:
         """Whether there is a ``zarr.json`` at a path, which may be damaged."""
@@ -262,10 +261,3 @@ class RecordedFeatureStore(AbstractFeatureStore):
                 yield path
             elif record is not None and nested:
                 yield from self._tables_below(f"{path}/", listed)
-
-
-def read_group(files: Files, path: str, *, where: str) -> dict[str, Any] | None:
-    """Return the record in the ``zarr.json`` of a group, of a table, or (``""``) of the store; ``None`` without one."""
-    text = files.get(f"{path}/zarr.json".lstrip("/"))
-    folder = f"{where}/{path}".rstrip("/")
-    return None if text is None else own_attributes(parse_zarr_json(text, f"{folder}/zarr.json"), folder)

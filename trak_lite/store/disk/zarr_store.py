@@ -54,19 +54,20 @@ from trak_lite.store.disk.documents import (
     encode_document,
     group_document,
     hidden_document,
+    identity_of,
     manifest_from_json,
-    read_zarr_json,
+    read_document,
+    read_record,
     refuse_undescribed,
     sealed,
     sizes_under_way,
     store_record,
     table_documents,
-    table_identity,
     write_document,
 )
 from trak_lite.store.disk.entries import HiddenFiles
 from trak_lite.store.disk.listing import TABLES, TableList
-from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
+from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import StagedChunk, logs_locked
 from trak_lite.store.manifest import FORMAT, Manifest, replaced_fingerprint
@@ -134,7 +135,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
             raise InvalidInputError(f"This version writes format {FORMAT}, got {manifest.format}.")
         root, manifest = os.path.realpath(os.fspath(path)), plain_manifest(manifest)
         with named_errors("Creating", root):
-            if read_group(HiddenFiles(root), "", where=root) is None:
+            if read_record(HiddenFiles(root).get, "", where=root) is None:
                 _refuse_occupied(root)
                 make_folders(os.path.dirname(root))
                 with scratch_folder(root) as scratch:
@@ -174,7 +175,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         one_of(("first_touch", "never"), check=check)
         one_of(("auto", "always", "never"), mapping=mapping)
         root = os.path.realpath(os.fspath(path))
-        record = read_group(HiddenFiles(root), "", where=root)
+        record = read_record(HiddenFiles(root).get, "", where=root)
         if record is None:
             raise missing_store(root)
         manifest = manifest_from_json(record, root)
@@ -247,7 +248,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
         self._tables.pop(path).close()
         if grown_spec(spec, num_rows) != spec or sizes_under_way(record):
             with named_errors("Growing", folder):
-                _grow(self._table_files(path, spec), num_rows)
+                _grow(self._table_files(path, record), num_rows)
         return self.open_table(path)
 
     def replace_fingerprint(self, known: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -297,20 +298,20 @@ class ZarrFeatureStore(RecordedFeatureStore):
 
     def _opened(self, path: str, record: Mapping[str, Any]) -> RowTable:
         folder, spec = f"{self._root}/{path}", self._spec(record, path)
-        self._require_listed(path, spec)
+        self._require_listed(path, identity_of(record))
         others = set(names_in(folder)) - {array.name for array in spec.arrays}
         refuse_undescribed(folder, [n for n in others if os.path.lexists(f"{folder}/{n}/zarr.json")])
         for array in spec.arrays:
-            document = read_zarr_json(f"{folder}/{array.name}")
+            document = read_document(self._files.get, f"{path}/{array.name}", where=self._root)
             check_array(document, folder, array, spec, under_way=sizes_under_way(record))
-        files = self._table_files(path, spec)
+        files = self._table_files(path, record)
         if self.writable:
             files.make_folders()
         chunks = FolderChunks(files, check=self._check == "first_touch", mapped=self._mapped)
         return RowTable(files, chunks, writable=self.writable)
 
-    def _table_files(self, path: str, spec: TableSpec) -> TableFiles:
-        identity = table_identity(path, self._origin, spec)
+    def _table_files(self, path: str, record: Mapping[str, Any]) -> TableFiles:
+        spec, identity = self._spec(record, path), identity_of(record)
         return TableFiles(f"{self._root}/{path}", spec, root=self._root, identity=identity)
 
     def _stages(self, path: str) -> list[str]:
@@ -319,12 +320,11 @@ class ZarrFeatureStore(RecordedFeatureStore):
         stages = (f"{column}/{STAGE}" for column in columns if not os.path.islink(column))
         return [stage for stage in stages if os.path.isdir(stage)]
 
-    def _require_listed(self, path: str, spec: TableSpec) -> None:
+    def _require_listed(self, path: str, identity: str) -> None:
         """Check a table against the list of tables; add it if an interrupted creation left it unlisted.
 
         It is a CorruptStoreError if the list has another one, and a MissingStoreError if it was dropped meanwhile.
         """
-        identity = table_identity(path, self._origin, spec)
         listed = self._list.identity(path)
         if listed == identity:
             return
@@ -332,8 +332,8 @@ class ZarrFeatureStore(RecordedFeatureStore):
             added = listed is None and (not self._writable or self._list.add(path, identity))
         if added:
             return
-        now = self._spec(self._require_table(path), path)
-        if table_identity(path, self._origin, now) == identity and self._list.identity(path) == listed:
+        now = identity_of(self._require_table(path))
+        if now == identity and self._list.identity(path) == listed:
             raise CorruptStoreError(
                 f"{self._root}/{path} is another table than the one that the store lists under this path: it was "
                 "replaced by one of other rows or another shape. Put the right folder back from a backup, or remove "
@@ -366,7 +366,7 @@ class ZarrFeatureStore(RecordedFeatureStore):
 def _refuse_occupied(root: str) -> None:
     occupied = os.path.lexists(root) and (not os.path.isdir(root) or os.listdir(root))
     # checked again: another process may just have created the store
-    if occupied and read_group(HiddenFiles(root), "", where=root) is None:
+    if occupied and read_record(HiddenFiles(root).get, "", where=root) is None:
         if os.path.isdir(f"{root}/{TABLES}"):
             raise CorruptStoreError(lost_metadata(root))
         raise CorruptStoreError(
@@ -432,7 +432,7 @@ def _log_last_rows(files: TableFiles, last: StagedChunk) -> None:
 def _changed(folder: str, scratch_folder: str) -> Iterator[dict[str, Any]]:
     """Yield the ``zarr.json`` of a folder for modification; replace the file when the context exits."""
     path, scratch = f"{folder}/zarr.json", f"{scratch_folder}/.zarr.json.new-{uuid.uuid4().hex}"
-    document = read_zarr_json(folder)
+    document = read_document(HiddenFiles(folder).get, "", where=folder)
     if document is None:
         raise CorruptStoreError(f"{path} is missing. Restore it from a backup, or use another path.")
     yield document

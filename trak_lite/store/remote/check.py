@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from trak_lite.core.checksums import crc32c
 from trak_lite.errors import StoreError, UnsupportedStoreError
@@ -12,7 +12,6 @@ from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._columns import TableSpec
 from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import TableFiles
-from trak_lite.store.disk.documents import parse_zarr_json
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
@@ -52,7 +51,8 @@ class RemoteLook(StoreLook):
                 folder, _, name = key.rpartition("/")
                 self._folders.setdefault(folder, set()).add(name)
                 key = folder
-        self._texts = objects.get_many(key for key in self._sizes if f"/{key}".endswith(f"/{_METADATA}"))
+        keys = (key for key in self._sizes if f"/{key}".endswith(f"/{_METADATA}"))
+        self._get = objects.get_many(keys).get
 
     def _names(self, folder: str) -> Iterable[str]:
         return self._folders.get(folder, ())
@@ -65,10 +65,6 @@ class RemoteLook(StoreLook):
 
     def _has(self, path: str) -> bool:
         return path in self._sizes or path in self._folders
-
-    def _document(self, folder: str) -> dict[str, Any] | None:
-        text = self._texts.get(f"{folder}/{_METADATA}".lstrip("/"))
-        return None if text is None else parse_zarr_json(text, f"{self._at(folder)}/{_METADATA}")
 
     def _scratch(self, path: str) -> None:
         self._stray(path)

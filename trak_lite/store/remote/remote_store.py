@@ -28,16 +28,17 @@ from trak_lite.store.disk.documents import (
     encode_document,
     group_document,
     hidden_document,
+    identity_of,
     manifest_from_json,
-    parse_zarr_json,
+    read_document,
+    read_record,
     sealed,
     store_record,
     table_documents,
-    table_identity,
 )
 from trak_lite.store.disk.entries import CACHE, HiddenFiles
 from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
-from trak_lite.store.disk.recorded import RecordedFeatureStore, read_group
+from trak_lite.store.disk.recorded import RecordedFeatureStore
 from trak_lite.store.disk.row_table import RowTable
 from trak_lite.store.disk.staging import logs_locked
 from trak_lite.store.disk.zarr_store import CheckChunks
@@ -97,7 +98,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         creation of objects is an UnsupportedStoreError.
         """
         place, manifest = _as_place(where), plain_manifest(manifest)
-        if read_group(place.objects, "", where=place.url) is None:
+        if read_record(place.objects.get, "", where=place.url) is None:
             require_exclusive(place.objects)
             _refuse_occupied(place.objects)
             place.objects.create(f"{TABLES}/{_METADATA}", encode_document(hidden_document("tables")))
@@ -117,7 +118,7 @@ class RemoteFeatureStore(RecordedFeatureStore):
         one_of(("r", "r+"), mode=mode)
         one_of(("first_touch", "never"), check=check)
         place = _as_place(where)
-        record = read_group(place.objects, "", where=place.url)
+        record = read_record(place.objects.get, "", where=place.url)
         if record is None:
             raise missing_store(place.url)
         manifest = manifest_from_json(record, place.url)
@@ -195,12 +196,11 @@ class RemoteFeatureStore(RecordedFeatureStore):
         """Return the table, opened at most once, for writing if the store is writable."""
         if path not in self._tables:
             record = self._require_table(path)
-            where, spec = f"{self.path}/{path}", self._spec(record, path)
-            identity = table_identity(path, self._origin, spec)
+            where, spec, identity = f"{self.path}/{path}", self._spec(record, path), identity_of(record)
             self._require_listed(path, identity)
             texts = self._objects.get_many(f"{path}/{array.name}/{_METADATA}" for array in spec.arrays)
-            for array, (key, text) in zip(spec.arrays, texts.items(), strict=True):
-                document = None if text is None else parse_zarr_json(text, f"{self.path}/{key}")
+            for array in spec.arrays:
+                document = read_document(texts.get, f"{path}/{array.name}", where=self.path)
                 check_array(document, where, array, spec)
             files = TableFiles(path, spec, root=self.path, identity=identity, stage=self._stage(path))
             if self.writable:
