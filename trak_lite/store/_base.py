@@ -22,7 +22,8 @@ class AbstractFeatureStore(ABC):
     """A tree of named tables with one manifest.
 
     A table path consists of ``/``-separated names of ``[A-Za-z0-9._-]{1,64}`` and has at most 200 characters. Examples:
-    ``ckpt-0``, ``targets/test/ckpt-0``, ``scores/test``.
+    ``ckpt-0``, ``targets/test/ckpt-0``, ``scores/test``. If the store was opened for reading, methods that change it
+    raise a ``ReadOnlyStoreError``.
     """
 
     @property
@@ -53,7 +54,6 @@ class AbstractFeatureStore(ABC):
 
         Raises:
             ManifestMismatchError: If the table exists with another shape or fingerprint; names every differing key.
-            ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
@@ -73,7 +73,6 @@ class AbstractFeatureStore(ABC):
         Raises:
             MissingStoreError: If there is no such table; names the existing ones.
             BusyError: If another writer holds a chunk of it.
-            ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
@@ -94,7 +93,6 @@ class AbstractFeatureStore(ABC):
             InvalidInputError: If the table has more rows than that.
             MissingStoreError: If there is no such table.
             BusyError: If another writer holds its last chunk.
-            ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
@@ -112,7 +110,6 @@ class AbstractFeatureStore(ABC):
             ManifestMismatchError: If the stored fingerprint equals neither ``known`` nor ``given``; names the differing
                 keys.
             InvalidInputError: If ``given`` has no JSON form.
-            ReadOnlyStoreError: If the store was opened for reading.
         """
 
     def diff(self, other: AbstractFeatureStore) -> tuple[Difference, ...]:
@@ -148,7 +145,6 @@ class AbstractFeatureStore(ABC):
             ManifestMismatchError: If manifest, shape or fingerprint differ; names every differing key.
             InvalidInputError: If a row is done in both stores and its bytes differ; names the rows. Nothing is copied
                 from that part.
-            ReadOnlyStoreError: If the store was opened for reading.
         """
         self._require_writable()
         taken: dict[str, int] = {}
@@ -157,8 +153,7 @@ class AbstractFeatureStore(ABC):
             self.manifest.check_same(part.manifest, where=where)
             for path in set(self.table_names()).intersection(part.table_names()):
                 ours, theirs = self.open_table(path), part.open_table(path)
-                there, here = flat_spec(ours.spec), flat_spec(theirs.spec)
-                compare_fingerprints(there, here, where=f"{where}:{path}")
+                compare_fingerprints(flat_spec(ours.spec), flat_spec(theirs.spec), where=f"{where}:{path}")
                 refuse_conflicts(path, ours, theirs, part=part.path or "a store in memory")
             for path in part.table_names():
                 theirs = part.open_table(path)
@@ -208,7 +203,6 @@ class AbstractFeatureStore(ABC):
 
         Raises:
             InvalidInputError: For a bad name, a key that is too long, or a non-numeric array.
-            ReadOnlyStoreError: If the store was opened for reading.
         """
 
     @abstractmethod
@@ -217,11 +211,7 @@ class AbstractFeatureStore(ABC):
 
     @abstractmethod
     def drop_entry(self, name: str) -> None:
-        """Delete an entry if it exists.
-
-        Raises:
-            ReadOnlyStoreError: If the store was opened for reading.
-        """
+        """Delete an entry if it exists."""
 
     @abstractmethod
     def close(self) -> None:

@@ -26,17 +26,11 @@ _DEEPEST = 96  # zarr adds a few levels
 
 
 def chunk_rows_for(num_rows: int, row_bytes: int, *, cheap: bool = False) -> int:
-    """Return the number of rows per chunk: a power of two, at least 32, for chunks of about 64 MiB.
+    """Return the number of rows per chunk: a power of two, at least 32, for chunks of about 64 MiB of the widest array.
 
     Small tables have smaller chunks, but of at least 256 rows if the table has as many and 64 MiB hold as many, so
-    that a batch does not span the end of a chunk. Chunks of cheap rows have at least 1 MiB, or all rows.
-
-    The result does not depend on the batch size or the number of processes, so both may change when a run resumes.
-
-    Args:
-        num_rows: Rows N of the table.
-        row_bytes: Bytes of one row of the widest array.
-        cheap: Whether rows are cheap to compute again.
+    that a batch does not span the end of a chunk. Chunks of rows that are ``cheap`` to compute again have at least
+    1 MiB, or all rows. The batch size and the number of processes may change when a run resumes, so neither counts.
 
     Example:
         >>> chunk_rows_for(1_000_000, 8192), chunk_rows_for(50_000, 8192), chunk_rows_for(100, 8192)
@@ -69,17 +63,12 @@ def plain_json(value: Any, *, what: str) -> Any:
 def plain_manifest(manifest: Manifest) -> Manifest:
     """Return a manifest after a JSON round trip; see :func:`plain_json`."""
     fingerprint = plain_json(dict(manifest.fingerprint), what="The manifest's fingerprint")
-    return Manifest(
-        fingerprint, plain_json(dict(manifest.made_with), what="The manifest's made_with"), manifest.format
-    )
+    made_with = plain_json(dict(manifest.made_with), what="The manifest's made_with")
+    return Manifest(fingerprint, made_with, manifest.format)
 
 
 def check_spec(spec: TableSpec) -> TableSpec:
-    """Validate a spec and return it with its fingerprint in plain JSON.
-
-    Raises:
-        InvalidInputError: For sizes below 1 or too large, no columns, bad or repeated names, or unknown dtypes.
-    """
+    """Return a valid spec with its fingerprint in plain JSON; InvalidInputError for a wrong size, name or dtype."""
     positive_int(num_rows=spec.num_rows)
     positive_int(chunk_rows=spec.chunk_rows)
     _refuse_endless("num_rows", spec.num_rows, _MOST_ROWS)
@@ -94,7 +83,7 @@ def check_spec(spec: TableSpec) -> TableSpec:
     for column in spec.columns:
         _refuse_endless("bytes of a chunk", spec.chunk_rows * column.row_bytes, _MOST_CHUNK_BYTES)
     fingerprint = plain_json(dict(spec.fingerprint), what="A table's fingerprint")
-    return TableSpec(spec.num_rows, tuple(spec.columns), spec.chunk_rows, fingerprint)
+    return replace(spec, columns=tuple(spec.columns), fingerprint=fingerprint)
 
 
 def _check_column(column: Column) -> None:
@@ -133,11 +122,7 @@ def shape_to_json(spec: TableSpec) -> dict[str, Any]:
 
 
 def spec_from_json(record: Mapping[str, Any], *, where: str) -> TableSpec:
-    """Return the spec for a JSON record; the inverse of :func:`spec_to_json`.
-
-    Raises:
-        CorruptStoreError: If the record is not a spec, or has an unknown version of the quantisation.
-    """
+    """Return the spec in a record of :func:`spec_to_json`; CorruptStoreError if there is none, or an unknown one."""
     try:
         fingerprint = dict(record["fingerprint"].items())
         columns = tuple(map(_column_from_json, record["columns"]))

@@ -12,17 +12,7 @@ _LONGEST_PATH = 200  # the joined path is also a file name; file systems allow 2
 
 
 def check_name(name: object, *, what: str) -> str:
-    """Return the name if it is safe as a folder name on every file system; raise otherwise.
-
-    Example:
-        >>> check_name("ckpt-0", what="table")
-        'ckpt-0'
-        >>> check_name("../etc", what="table")
-        Traceback (most recent call last):
-        ...
-        trak_lite.errors.InvalidInputError: '../etc' cannot be a table name. Expected 1 to 64 of the characters \
-A-Z a-z 0-9 . _ -, no leading dot, no '..' and not 'zarr.json'. Rename it.
-    """
+    """Return the name if it is safe as a folder name on every file system; raise otherwise."""
     if isinstance(name, str) and is_name(name):
         return name
     raise InvalidInputError(
@@ -49,12 +39,7 @@ def path_parts(path: object, *, what: str) -> tuple[str, ...]:
 
 
 def natural_order(path: str) -> tuple[object, ...]:
-    """Return a sort key that puts ``ckpt-2`` before ``ckpt-10``.
-
-    Example:
-        >>> sorted(["ckpt-10", "ckpt-2", "a/ckpt-1"], key=natural_order)
-        ['a/ckpt-1', 'ckpt-2', 'ckpt-10']
-    """
+    """Return a sort key that puts ``ckpt-2`` before ``ckpt-10``."""
     parts = tuple(
         tuple(int(token) if token.isdigit() else token for token in re.split(r"([0-9]+)", part))
         for part in path.split("/")

@@ -37,14 +37,9 @@ _PAIRS = ((_BYTES & 15) - _OFFSET + 1j * ((_BYTES >> 4) - _OFFSET)).astype(np.co
 
 
 def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Quantise rows to integers and scales.
+    """Quantise finite float32 rows ``(b, K)`` to integers and scales ``(b,)`` float32.
 
-    Args:
-        rows: ``(b, K)`` float32, finite.
-        dtype: ``"int8"`` or ``"int4"``.
-
-    Returns:
-        ``(b, K)`` int8, or ``(b, ceil(K / 2))`` uint8 for int4; and ``(b,)`` float32.
+    The integers are ``(b, K)`` int8, or ``(b, ceil(K / 2))`` uint8 for int4.
 
     Example:
         >>> quantise(np.array([[7.0, -2.4, 0.6]], np.float32), "int8")[0]
@@ -67,17 +62,9 @@ def quantise(rows: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np.f
 def dequantise(
     numbers: NDArray[Any], scales: NDArray[Any], dtype: str, width: int, out: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Dequantise integers and scales to rows.
+    """Dequantise what :func:`quantise` returns to rows of ``width`` entries; return them, a view of ``out``.
 
-    Args:
-        numbers: ``(b, K)`` int8, or ``(b, ceil(K / 2))`` uint8 for int4.
-        scales: ``(b,)``.
-        dtype: ``"int8"`` or ``"int4"``.
-        width: K.
-        out: Output buffer, C-contiguous, at least b rows of K entries; for int4, K rounded up to an even number.
-
-    Returns:
-        ``(b, K)``, a view of ``out``.
+    ``out`` is C-contiguous, with at least b rows of K entries; for int4, K rounded up to an even number.
 
     Example:
         >>> packed, scales = quantise(np.array([[7.0, -2.4, 0.6]], np.float32), "int4")

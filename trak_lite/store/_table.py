@@ -103,11 +103,7 @@ class AbstractRowTable(ABC):
         return -(-self.spec.num_rows // self.spec.chunk_rows)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the row range ``(start, stop)`` of a chunk; ``stop`` is exclusive.
-
-        Raises:
-            InvalidInputError: If there is no such chunk.
-        """
+        """Return the row range ``(start, stop)`` of a chunk, without ``stop``; InvalidInputError if there is none."""
         if not 0 <= chunk < self.num_chunks:
             raise InvalidInputError(
                 f"There is no chunk {chunk}: the table has {self.num_chunks} chunks, counted from 0."
@@ -116,17 +112,11 @@ class AbstractRowTable(ABC):
         return start, min(start + self.spec.chunk_rows, self.spec.num_rows)
 
     def column(self, name: str) -> Column:
-        """Return a column by name.
-
-        Raises:
-            InvalidInputError: If there is no such column; names the existing ones.
-        """
-        for column in self.spec.columns:
-            if column.name == name:
-                return column
-        raise InvalidInputError(
-            f"There is no column {name!r}. Expected one of {[column.name for column in self.spec.columns]}."
-        )
+        """Return a column by name; InvalidInputError if there is none."""
+        columns = {column.name: column for column in self.spec.columns}
+        if name not in columns:
+            raise InvalidInputError(f"There is no column {name!r}. Expected one of {list(columns)}.")
+        return columns[name]
 
     @abstractmethod
     def committed_chunks(self) -> list[int]:
@@ -134,14 +124,7 @@ class AbstractRowTable(ABC):
 
     @abstractmethod
     def stored_chunk(self, chunk: int, column: str) -> StoredRows:
-        """Return the rows of a committed chunk as stored, memory-mapped where possible.
-
-        All arrays come from the same commit. Do not write to them.
-
-        Raises:
-            IncompleteStoreError: If the chunk is not committed; names its rows.
-            CorruptStoreError: If its size or checksum contradicts its commit record.
-        """
+        """Return the rows of a committed chunk as stored, in one commit; see :meth:`read_chunk`. Only for reading."""
 
     def read_chunk(self, chunk: int, column: str) -> NDArray[Any]:
         """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, memory-mapped where possible.
@@ -180,11 +163,7 @@ class AbstractRowTable(ABC):
                 yield chunk * size + first + offset, rows
 
     def read(self, column: str) -> NDArray[Any]:
-        """Return a whole column as one new array.
-
-        Raises:
-            IncompleteStoreError: If a row is pending; names the first.
-        """
+        """Return a whole column as one new array; IncompleteStoreError if a row is pending."""
         committed = set(self.committed_chunks())
         missing = next((chunk for chunk in range(self.num_chunks) if chunk not in committed), None)
         # Read every chunk first: an unreadable one raises before the output is allocated.
@@ -234,10 +213,8 @@ class AbstractRowTable(ABC):
     def checksums(self, chunk: int) -> dict[str, int]:
         """Return the recorded CRC-32C of each array of a committed chunk, by array name; a disk store reads no rows.
 
-        The checksum covers the whole chunk; a partial last chunk is padded with the fill value.
-
-        Raises:
-            IncompleteStoreError: If the chunk is not committed.
+        The checksum covers the whole chunk; a partial last chunk is padded with the fill value. It is an
+        IncompleteStoreError if the chunk is not committed.
         """
 
     @abstractmethod
@@ -251,11 +228,7 @@ class AbstractRowTable(ABC):
         """
 
     def content_key(self) -> str:
-        """Return a digest of the shape and the committed contents, for use in cache keys; equal in every store.
-
-        Raises:
-            IncompleteStoreError: If a row is pending.
-        """
+        """Return a digest of the shape and all rows, equal in every store; IncompleteStoreError if a row is pending."""
         if not self.complete:
             committed = set(self.committed_chunks())
             self._raise_incomplete(next(chunk for chunk in itertools.count() if chunk not in committed))
@@ -275,6 +248,7 @@ class AbstractRowTable(ABC):
             f"Rows {short_list(rows)} of {self._where} are done already. "
             "Put pending rows only; pending() lists them."
         )
+
 
     def _raise_incomplete(self, chunk: int) -> NoReturn:
         first, stop = self.chunk_range(chunk)

@@ -115,24 +115,7 @@ def compare_fingerprints(
     where: str,
     remedy: str = "Use the stored settings (Attributor.open), or another path.",
 ) -> None:
-    """Raise if two fingerprints differ.
-
-    Args:
-        stored: Stored fingerprint.
-        requested: Requested fingerprint.
-        where: Name of the store or table in the error message.
-        remedy: Last sentence of the error message.
-
-    Raises:
-        ManifestMismatchError: Names every differing key, up to fifty, with its stored and requested value.
-
-    Example:
-        >>> compare_fingerprints({"seed": 0}, {"seed": 1}, where="run.zarr")
-        Traceback (most recent call last):
-        ...
-        trak_lite.errors.ManifestMismatchError: run.zarr was made with other settings: seed is 0 there, 1 here. \
-Use the stored settings (Attributor.open), or another path.
-    """
+    """Raise ManifestMismatchError if two fingerprints differ; it names up to fifty differing keys with both values."""
     differing = differing_keys(stored, requested)
     if differing:
         changes = [_change(*one) for one in differing]
@@ -144,11 +127,7 @@ Use the stored settings (Attributor.open), or another path.
 def replaced_fingerprint(
     manifest: Manifest, expected: Mapping[str, Any], new: Mapping[str, Any], *, where: str
 ) -> Manifest:
-    """Return the manifest with the fingerprint ``new``, if its current one equals ``expected`` or ``new``.
-
-    Raises:
-        ManifestMismatchError: Otherwise; names every key that differs from ``expected``.
-    """
+    """Return the manifest with the fingerprint ``new``; raise unless its current one equals ``expected`` or ``new``."""
     if differing_keys(manifest.fingerprint, new):
         compare_fingerprints(manifest.fingerprint, expected, where=where)
     return replace(manifest, fingerprint=dict(new))
@@ -162,12 +141,9 @@ def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         [('projector.seed', 0, 1)]
     """
     left, right = _flatten(stored), _flatten(requested)
-    absent = "absent"
-    return [
-        (key, left.get(key, absent), right.get(key, absent))
-        for key in sorted(left.keys() | right.keys())
-        if left.get(key, absent) != right.get(key, absent)
-    ]
+    keys = sorted(left.keys() | right.keys())
+    values = ((key, left.get(key, "absent"), right.get(key, "absent")) for key in keys)
+    return [(key, there, here) for key, there, here in values if there != here]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -249,19 +249,17 @@ class PublishedChunks(ABC):
 
     @abstractmethod
     def _load(self, column: ColumnFiles, record: CommitRecord, key: _Key) -> NDArray[np.uint8]:
-        """Return the bytes of an array of a committed chunk, which match its record."""
+        """Return the bytes of an array of a committed chunk.
+
+        It is a CorruptStoreError if they contradict its record, and an IncompleteStoreError if they were removed.
+        """
 
     def _is_outdated(self, column: ColumnFiles, key: _Key) -> bool:
         """Whether the kept content of a chunk must be loaded again."""
         return False
 
     def get(self, column: ColumnFiles, record: CommitRecord) -> NDArray[Any]:
-        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, read-only.
-
-        Raises:
-            CorruptStoreError: If size or checksum contradict the commit record.
-            IncompleteStoreError: If the file or object was removed.
-        """
+        """Return the rows of a committed chunk, ``(rows, width)`` or ``(rows,)``, read-only."""
         key = column.name, record.chunk, record.generation
         if key in self._kept and self._is_outdated(column, key):
             self.forget(key)
@@ -337,12 +335,7 @@ class FolderChunks(PublishedChunks):
         """State of each file when its checksum was last compared."""
 
     def refresh(self) -> None:
-        """Update the index from the folders and logs.
-
-        Raises:
-            CorruptStoreError: If a chunk file has no commit record or differs from it in size.
-            StateError: If the table was dropped and created again with other settings.
-        """
+        """Update the index from the folders and logs; StateError if the table was dropped and created again."""
         visible = [column.list_visible() for column in self._files.columns]
         self._logs.poll()
         self._refuse_remade()
@@ -514,10 +507,7 @@ bound over all tables, those of some hundred checkpoints would exhaust it.
 
 
 def _note_use(chunks: FolderChunks, key: _Key) -> None:
-    """Mark a map as used and release the least recently used maps of any table above the limit.
-
-    This is a quarter of the process's file descriptor limit, at most ``_KEPT``.
-    """
+    """Mark a map as used; of more than a quarter of the file descriptors or ``_KEPT`` maps, release the oldest used."""
     order: OrderedDict[tuple[int, _Key], weakref.ref[FolderChunks]]
     order = _RECENT.__dict__.setdefault("order", OrderedDict())
     order[id(chunks), key] = weakref.ref(chunks)

@@ -35,13 +35,8 @@ _RESTORE = "Restore the file from a backup, or use another path."
 
 
 def record_checksum(record: Mapping[str, Any]) -> str:
-    """Return the checksum of a record: 32 hex digits over its canonical JSON without the checksum.
-
-    Example:
-        >>> record_checksum({"a": 1, "checksum": "x"}) == record_checksum({"a": 1})
-        True
-    """
-    return _digest({key: value for key, value in record.items() if key != CHECKSUM})
+    """Return the checksum of a record: 32 hex digits over its canonical JSON without the checksum."""
+    return digest_of({key: value for key, value in record.items() if key != CHECKSUM})[:32]
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def identity_of(record: Mapping[str, Any]) -> str:
     It covers the path, the origin of the store, the fingerprint, the columns and the number of rows per chunk. It does
     not cover the number of rows, which may grow.
     """
-    return _digest({key: value for key, value in record.items() if key not in _NOT_IDENTITY})
+    return digest_of({key: value for key, value in record.items() if key not in _NOT_IDENTITY})[:32]
 
 
 def store_record(manifest: Manifest) -> dict[str, Any]:
@@ -133,10 +128,6 @@ def encode_document(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, indent=2).encode()
 
 
-def _digest(value: Mapping[str, Any]) -> str:
-    return digest_of(value)[:32]
-
-
 def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return the ``trak_lite`` attributes of a group's document (a group of tables: empty), whose checksum is right."""
     attributes = document.get("attributes")
@@ -157,12 +148,7 @@ def own_attributes(document: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
-    """Return the manifest recorded in a store's ``zarr.json``.
-
-    Raises:
-        ManifestMismatchError: If another version of trak_lite made the store, with another format.
-        CorruptStoreError: If the record is not that of a store.
-    """
+    """Return the manifest in a store's ``zarr.json``; ManifestMismatchError if it has the format of another version."""
     version = record.get("format")
     if type(version) is int and version != FORMAT:
         raise ManifestMismatchError(
@@ -195,11 +181,7 @@ def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, 
 
 
 def table_from_json(record: Mapping[str, Any], path: str, origin: str, *, where: str) -> TableSpec:
-    """Return the spec in the record of a table, read from the file ``where``.
-
-    Raises:
-        CorruptStoreError: If the record is not that of a table, or has another path or store.
-    """
+    """Return the spec in the record of a table, read from ``where``; CorruptStoreError if it is of another table."""
     if (record.get("table"), record.get("store")) != (path, origin):
         other = "another store" if record.get("table") == path else repr(record.get("table"))
         raise CorruptStoreError(

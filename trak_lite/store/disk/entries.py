@@ -166,12 +166,7 @@ class StoreEntries:
         return str(self.record.get("id", self.record["origin"])) if self.record else None
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:
-        """Return the entry with this name and key, or ``None``.
-
-        Raises:
-            CorruptStoreError: If the entry is damaged, was removed or is not the one that the store has written.
-            ManifestMismatchError: If it was written by a version that did not bind entries to their store.
-        """
+        """Return the entry with this name and key, or ``None``; raise if it is not what the store has written."""
         entry, wrong = self._read(name)
         if wrong is not None:
             kind = ManifestMismatchError if wrong == _UNBOUND else CorruptStoreError
@@ -296,11 +291,7 @@ class HiddenFiles:
     root: str
 
     def get(self, key: str) -> bytes | None:
-        """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size.
-
-        Raises:
-            StoreError: If it cannot be read, or is a ``zarr.json`` and no plain file.
-        """
+        """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size."""
         path = f"{self.root}/{key}"
         if os.path.basename(path) == "zarr.json":
             return read_zarr_bytes(os.path.dirname(path))

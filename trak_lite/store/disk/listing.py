@@ -45,12 +45,7 @@ _MOST_BYTES = 4096
 
 
 def entry_name(path: str) -> str:
-    """Return the file name of a table's entry; unique because no table name contains ``%``.
-
-    Example:
-        >>> entry_name("targets/test/ckpt-0")
-        'targets%test%ckpt-0'
-    """
+    """Return the file name of a table's entry; unique because no table name contains ``%``."""
     return path.replace("/", "%")
 
 
@@ -60,12 +55,7 @@ def listed_path(name: str) -> str | None:
 
 
 def encode_entry(path: str, identity: str) -> bytes:
-    """Return the content of a table's entry: JSON, a tab, the CRC-32C of the JSON in hex, a newline.
-
-    Example:
-        >>> decode_entry(encode_entry("ckpt-0", "ab"), "ckpt-0", where="here")
-        'ab'
-    """
+    """Return the content of a table's entry: JSON, a tab, the CRC-32C of the JSON in hex, a newline."""
     body = json.dumps({"table": path, "identity": identity}, separators=(",", ":")).encode()
     return body + b"\t%08x\n" % crc32c(body)
 

@@ -219,9 +219,8 @@ class RecordedFeatureStore(AbstractFeatureStore):
     def _table_record(self, path: str) -> dict[str, Any] | None:
         """Return the record in a table's ``zarr.json``; ``None`` if there is no such table.
 
-        Raises:
-            InvalidInputError: If a part of the path is a table, or the path is a group of tables.
-            CorruptStoreError: If the table is listed but its metadata is missing or does not describe a table.
+        InvalidInputError if a part of the path is a table, or the path a group; CorruptStoreError if a listed table is
+        missing or not described.
         """
         parts = path_parts(path, what="table")
         for depth in range(1, len(parts)):

@@ -382,9 +382,6 @@ def _grow(files: TableFiles, num_rows: int) -> None:
     committed any more, and its rows are done by the log. Then three steps: record the target size in the table's
     ``zarr.json``, resize the arrays, and set the new size in the table's ``zarr.json``, which is authoritative. If the
     process is killed in between, the table has the old size; arrays may have either.
-
-    Raises:
-        BusyError: If another writer holds that chunk, or the size of the table has just changed.
     """
     last = files.num_chunks - 1
     lock = StagedChunk.lock(files, last)

@@ -84,12 +84,7 @@ class AbstractObjects(ABC):
 
 
 def require_exclusive(objects: AbstractObjects) -> None:
-    """Raise unless creating an existing object fails; otherwise two writers could overwrite each other's rows.
-
-    Raises:
-        UnsupportedStoreError: If an object can be created twice.
-        ReadOnlyStoreError: If writing is not permitted.
-    """
+    """Raise unless creating an existing object fails; otherwise two writers could overwrite each other's rows."""
     key = f".probe-{uuid.uuid4().hex}"
     try:
         objects.create(key, b"1")

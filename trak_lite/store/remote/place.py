@@ -75,9 +75,6 @@ class RemotePlace:
 def resolve_place(where: object) -> str | RemotePlace:
     """Return a local path, with ``~`` replaced by the home folder; convert anything else to a :class:`RemotePlace`.
 
-    Raises:
-        InvalidInputError: If ``where`` is neither a local path nor a remote address.
-
     Example:
         >>> resolve_place("runs/digits.zarr"), str(resolve_place("memory://digits.zarr"))
         ('runs/digits.zarr', 'memory://digits.zarr')
