@@ -58,10 +58,8 @@ class _ChunkState:
     findings: tuple[Finding, ...]
     done: NDArray[np.bool_]
     """Rows of the chunk that are done, ``(rows,)``."""
-    visible: bool
-    """Whether every column has its final name."""
-    bytes: int = 0
-    """Number of bytes compared with the commit record."""
+    committed: bool
+    """Whether the bytes of every column match the commit record."""
 
     @property
     def damaged(self) -> bool:
@@ -76,8 +74,8 @@ class TableLook:
     def __init__(self, path: str, files: TableFiles) -> None:
         self.files = files
         self.tally = Tally(tables=1, pending_rows=files.spec.num_rows)
-        self.damaged: dict[int, tuple[Finding, ...]] = {}
-        """Findings of the damaged chunks, by chunk."""
+        self.damaged: list[int] = []
+        """The damaged chunks, ascending."""
         self.strangers: list[str] = []
         """Files of chunks outside the grid, and commit logs that are unreadable or contain foreign records."""
         self.set_aside: list[SetAside] = []
@@ -98,20 +96,15 @@ class TableLook:
         except StoreError as error:
             return [*findings, Finding("damage", self.path, str(error), "put the folder back, readable")]
         chunks |= {chunk for chunk in self._logs.latest if 0 <= chunk < self.files.num_chunks}
+        size = sum(column.chunk_bytes for column in self.files.columns)
         for chunk in sorted(chunks):
-            findings += self._chunk(chunk)
+            state = self._settled(chunk)
+            findings += state.findings
+            rows = int(state.done.sum())
+            self.tally.add(Tally(0, state.committed, size * state.committed, rows, -rows))
+            if state.damaged:
+                self.damaged.append(chunk)
         return findings
-
-    def _chunk(self, chunk: int) -> tuple[Finding, ...]:
-        state = self._settled(chunk)
-        self.tally.done_rows += int(state.done.sum())
-        self.tally.pending_rows -= int(state.done.sum())
-        if state.visible and not state.damaged:
-            self.tally.chunks += 1
-            self.tally.bytes += state.bytes
-        if state.damaged:
-            self.damaged[chunk] = state.findings
-        return state.findings
 
     def _column(self, column: ColumnFiles, chunks: set[int]) -> Iterator[Finding]:
         reserved = {_METADATA, STAGE, COMMITS, SET_ASIDE} if column is self.files.columns[0] else {_METADATA}
@@ -185,7 +178,7 @@ class TableLook:
                 return self._staged_state(chunk, record, visible)
         except StoreError as error:
             none = np.zeros(self.files.rows_in(chunk), np.bool_)
-            return _ChunkState((self._damage(chunk, str(error)),), none, visible=False)
+            return _ChunkState((self._damage(chunk, str(error)),), none, committed=False)
 
     def _names_of(self, chunk: int) -> list[bool]:
         """Return for each file of a chunk whether it has its final name, and whether there is a row log."""
@@ -195,13 +188,12 @@ class TableLook:
     def _visible_state(self, chunk: int, record: CommitRecord | None) -> _ChunkState:
         done = np.zeros(self.files.rows_in(chunk), np.bool_)
         if findings := self._contradictions(chunk, record):
-            return _ChunkState(tuple(findings), done, visible=True)
+            return _ChunkState(tuple(findings), done, committed=False)
         left = [path for path in self.files.staged_paths(chunk) if os.path.lexists(path)]
         if left and not holder_lives(self.files.row_log(chunk)):
             names = ", ".join(os.path.basename(path) for path in left)
             findings.append(self._note(chunk, f"committed; {names} still in the stage", _FINISH))
-        size = sum(column.chunk_bytes for column in self.files.columns)
-        return _ChunkState(tuple(findings), ~done, visible=True, bytes=size)
+        return _ChunkState(tuple(findings), ~done, committed=True)
 
     def _contradictions(self, chunk: int, record: CommitRecord | None) -> list[Finding]:
         if record is None:
@@ -254,7 +246,7 @@ class TableLook:
         left = any(map(os.path.lexists, self.files.staged_paths(chunk)))
         if not findings and record is not None and not visible and not left:
             findings.append(self._note(chunk, "committed once; its files were set aside or removed", _AGAIN))
-        return _ChunkState(tuple(findings), done, visible=False)
+        return _ChunkState(tuple(findings), done, committed=False)
 
     def _damage(
         self, chunk: int, text: str, *, column: str | None = None, rows: range | None = None
@@ -274,7 +266,7 @@ class TableLook:
                 look = TableLook(self.path, self.files)
                 look.findings()  # moving a commit log may leave chunks without a record
                 damaged = look.damaged
-            for chunk in sorted(damaged):
+            for chunk in damaged:
                 self._repair(chunk)
 
     def _repair(self, chunk: int) -> None:

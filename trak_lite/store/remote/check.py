@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, final
 
 from trak_lite.core.checksums import crc32c
@@ -11,7 +11,7 @@ from trak_lite.errors import StoreError, UnsupportedStoreError
 from trak_lite.store._check_report import Finding, Report, Tally
 from trak_lite.store._columns import TableSpec
 from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
-from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.listing import TABLES, decode_entry, entry_name, listed_path, lost_table
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.remote.index import decode_log
@@ -115,7 +115,11 @@ class RemoteTableLook:
             elif len(present) < len(files.columns):
                 text = "committed once; objects of it were removed"
                 self._add("note", text, "featurize again: these rows are pending", chunk)
-            elif self._is_right(record):
+            elif faults := list(self._faults(record)):
+                for column, text in faults:
+                    remedy = f"remove {column.visible(chunk)}, then featurize again"
+                    self._add("damage", text, remedy, chunk, column.name)
+            else:
                 rows = files.rows_in(chunk)
                 self.tally.add(Tally(0, 1, sum(column.chunk_bytes for column in files.columns), rows, -rows))
         for chunk in sorted(latest):
@@ -145,25 +149,18 @@ class RemoteTableLook:
                     latest[record.chunk] = record
         return latest
 
-    def _is_right(self, record: CommitRecord) -> bool:
-        """Compare every column of a committed chunk with its record; return whether all match."""
-        chunk, rows, before = record.chunk, self._files.rows_in(record.chunk), len(self._found)
+    def _faults(self, record: CommitRecord) -> Iterator[tuple[ColumnFiles, str]]:
+        """Yield the columns of a committed chunk that contradict its record, and how."""
+        rows = self._files.rows_in(record.chunk)
         if record.rows != rows:
-            first, problem = (
-                self._files.columns[0],
-                f"committed with {record.rows} rows, the chunk has {rows}",
-            )
-            self._add(
-                "damage", problem, f"remove {first.visible(chunk)}, then featurize again", chunk, first.name
-            )
-            return False
+            yield self._files.columns[0], f"committed with {record.rows} rows, the chunk has {rows}"
+            return
         for column in self._files.columns:
-            key = column.visible(chunk)
+            key = column.visible(record.chunk)
             checksum = functools.partial(self._checksum, key)
             fault = record.problem(column.name, self._sizes[key], column.chunk_bytes, checksum)
             if fault is not None:
-                self._add("damage", fault, f"remove {key}, then featurize again", chunk, column.name)
-        return len(self._found) == before
+                yield column, fault
 
     def _checksum(self, key: str) -> int:
         return crc32c(self._objects.get(key) or b"")
