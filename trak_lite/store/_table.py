@@ -249,7 +249,6 @@ class AbstractRowTable(ABC):
             "Put pending rows only; pending() lists them."
         )
 
-
     def _raise_incomplete(self, chunk: int) -> NoReturn:
         first, stop = self.chunk_range(chunk)
         pending = int((~self.done()[first:stop]).sum())

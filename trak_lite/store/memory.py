@@ -86,17 +86,17 @@ class MemoryRowTable(AbstractRowTable):
         """Store rows; see :meth:`AbstractRowTable.put`."""
         self._store.require_writable(self._path, self._rows)
         block = check_block(rows, values, self.spec)
-        for chunk in block.runs:
+        spans = []
+        for chunk, runs in block.runs.items():
             self._refuse_claimed(chunk)
-        runs = [run for runs in block.runs.values() for run in runs]
-        starts = [run.chunk * self.spec.chunk_rows for run in runs]
-        spans = [slice(s + r.rows.start, s + r.rows.stop) for s, r in zip(starts, runs, strict=True)]
-        done = [span.start + i for span in spans for i in np.flatnonzero(self._rows.done[span]).tolist()]
+            first = chunk * self.spec.chunk_rows
+            spans += [(slice(first + run.rows.start, first + run.rows.stop), run.source) for run in runs]
+        done = [span.start + i for span, _ in spans for i in np.flatnonzero(self._rows.done[span]).tolist()]
         if done:
             raise self._are_done(done)
-        for span, run in zip(spans, runs, strict=True):
+        for span, source in spans:
             for target, array in zip(self._rows.arrays.values(), block.arrays, strict=True):
-                target[span] = array[run.source]
+                target[span] = array[source]
             self._rows.done[span] = True
 
     @contextlib.contextmanager

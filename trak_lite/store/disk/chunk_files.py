@@ -43,13 +43,13 @@ from trak_lite.core.files import (
     sync_folder,
     sync_folders,
     write_all,
-    zeros,
 )
 from trak_lite.core.folders import names_in
 from trak_lite.errors import CorruptStoreError, IncompleteStoreError, MissingStoreError, StateError
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._values import short_list
-from trak_lite.store.disk.documents import identity_of, own_attributes, parse_zarr_json, read_zarr_bytes
+from trak_lite.store.disk.documents import identity_of, read_record
+from trak_lite.store.disk.entries import HiddenFiles
 from trak_lite.store.disk.records import CommitLog, CommitLogs, CommitRecord
 
 # These are subfolders of the first column: zarr tools list the folder of a group and complain about unknown names,
@@ -131,7 +131,7 @@ class TableFiles:
         self.identity = identity
         self.where = os.path.join(root, folder)
         """Folder or address of the table, for messages; ``folder`` is absolute on a disk, and a key elsewhere."""
-        self._record: tuple[bytes, dict[str, Any]] = (b"", {})
+
         first = f"{folder}/{spec.columns[0].name}"
         self.stage = stage or f"{first}/{STAGE}"
         self.commits = f"{first}/{COMMITS}"
@@ -162,13 +162,7 @@ class TableFiles:
 
     def record(self) -> dict[str, Any]:
         """Return the record in the table's ``zarr.json`` now (empty: no file); CorruptStoreError if it is damaged."""
-        text = read_zarr_bytes(self.folder) or b""
-        if text != self._record[0]:
-            attributes = (
-                own_attributes(parse_zarr_json(text, f"{self.folder}/zarr.json"), self.folder) if text else {}
-            )
-            self._record = text, attributes
-        return self._record[1]
+        return read_record(HiddenFiles(self.folder).get, "", where=self.folder) or {}
 
     def row_log(self, chunk: int) -> str:
         """Return the path of the row log of an unfinished chunk, which is also its lock file."""
@@ -187,12 +181,6 @@ class TableFiles:
         """Return the chunks that have staged files."""
         matches = (_STAGED_NAME.fullmatch(name) for name in names_in(self.stage))
         return {int(match[1]) for match in matches if match and int(match[1]) < self.num_chunks}
-
-    def marks(self) -> NDArray[np.bool_]:
-        """Return a mask of all rows, filled with ``False``; CorruptStoreError if memory does not suffice for it."""
-        rows = self.spec.num_rows
-        what = f"A list of the {rows} rows of {self.folder}"
-        return zeros(rows, what=what, besides=8 * rows).view(np.bool_)
 
     def make_folders(self) -> None:
         """Create the stage and commit folders if they are missing; some tools do not copy empty folders.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.failpoints import failpoint
-from trak_lite.core.files import named_errors
+from trak_lite.core.files import named_errors, zeros
 from trak_lite.errors import (
     BusyError,
     CorruptStoreError,
@@ -117,7 +117,9 @@ class RowTable(AbstractRowTable):
 
     def done(self) -> NDArray[np.bool_]:
         """Return a mask of the done rows, ``(num_rows,)``."""
-        mask = self._files.marks()
+        rows = self.spec.num_rows
+        what = f"A list of the {rows} rows of {self._files.folder}"
+        mask = zeros(rows, what=what, besides=8 * rows).view(np.bool_)
         while True:
             # Read the logs before the index: a chunk that is committed in between is then found in the index.
             staged, committed = self._files.staged_chunks(), set(self._chunks.committed)

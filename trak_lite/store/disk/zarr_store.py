@@ -272,17 +272,13 @@ class ZarrFeatureStore(RecordedFeatureStore):
         """Compare rows, records and metadata with their checksums; see :func:`~trak_lite.store.check_store`.
 
         Args:
-            repair: Whether to set damaged chunks aside, so that their rows become pending.
-
-        Raises:
-            ReadOnlyStoreError: If ``repair`` is set and the store was opened for reading.
+            repair: Whether to set damaged chunks aside; the store must be open for writing.
         """
-        if not repair:
-            return check_folder(self._root, repair=False)
-        self._require_writable()
-        for table in self._tables.values():
-            table.give_up_locks()
-        return check_folder(self._root, repair=True)
+        if repair:
+            self._require_writable()
+            for table in self._tables.values():
+                table.give_up_locks()
+        return check_folder(self._root, repair=repair)
 
     def open_table(self, path: str) -> RowTable:
         """Open an existing table, at most once: a second handle would find chunks locked by the first one."""
