@@ -77,7 +77,7 @@ class AbstractFeatureStore(ABC):
 
     @abstractmethod
     def grow_table(self, path: str, num_rows: int) -> AbstractRowTable:
-        """Append pending rows to a table; done rows stay done.
+        """Append pending rows to a table and return it; done rows stay done.
 
         A partial last chunk becomes uncommitted and is readable again once its new rows are done. Handles opened
         before the call can no longer put rows. The change is atomic; if the process is killed, repeat the call.
@@ -85,9 +85,6 @@ class AbstractFeatureStore(ABC):
         Args:
             path: Path of the table.
             num_rows: New total number of rows.
-
-        Returns:
-            The table.
 
         Raises:
             InvalidInputError: If the table has more rows than that.

@@ -29,12 +29,7 @@ _RECIPES = {
 
 
 def dtype_fingerprint(dtype: str) -> dict[str, Any]:
-    """Return the fingerprint keys that determine how features are rounded to a dtype.
-
-    Example:
-        >>> dtype_fingerprint("float16"), dtype_fingerprint("int4")
-        ({'dtype': 'float16'}, {'dtype': 'int4', 'quantisation': 1})
-    """
+    """Return the fingerprint keys that determine how features are rounded to a dtype."""
     return {"dtype": dtype, **({"quantisation": QUANTISATION} if dtype in QUANTISED else {})}
 
 

@@ -19,12 +19,7 @@ from trak_lite.store.manifest import differing_keys
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference between two stores.
-
-    Example:
-        >>> print(Difference("ckpt-0", "rows 4 to 7", "done", "pending"))
-        ckpt-0: rows 4 to 7: done here, pending there
-    """
+    """One difference between two stores."""
 
     table: str | None
     """Path of the table; ``None`` for the manifest."""

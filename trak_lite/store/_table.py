@@ -30,6 +30,7 @@ class AbstractRowTable(ABC):
     - Pending rows are never readable.
     - A ``put`` that raises changes nothing.
     - All tables opened from the same path report the same done rows.
+    - ``put`` and ``claim`` raise a ``ReadOnlyStoreError`` if the store was opened for reading.
     """
 
     @property
@@ -41,7 +42,7 @@ class AbstractRowTable(ABC):
     def put(
         self, rows: int | Sequence[int] | NDArray[np.integer], values: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Write rows. Once this returns, they survive a kill of the process.
+        """Write rows.
 
         Args:
             rows: First row of a contiguous run, or the row of each value (distinct, any order).
@@ -52,7 +53,6 @@ class AbstractRowTable(ABC):
             InvalidInputError: For wrong columns, shapes or dtypes, rows out of range or repeated.
             NonFiniteError: If a value is NaN or infinite, before or after the cast; names the rows.
             StateError: If a row is already done.
-            ReadOnlyStoreError: If the store was opened for reading.
             StoreFullError: If the disk is full; the rows stay pending.
             BusyError: If another process writes the chunk.
         """
@@ -73,7 +73,6 @@ class AbstractRowTable(ABC):
         Raises:
             InvalidInputError: If there is no such chunk.
             BusyError: If another writer holds the chunk; names its host and process.
-            ReadOnlyStoreError: If the store was opened for reading.
             StoreFullError: If the disk is full.
         """
 

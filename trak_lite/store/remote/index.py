@@ -70,11 +70,7 @@ class ObjectChunks(PublishedChunks):
         return self.committed.get(chunk)
 
     def publish(self, chunk: int, pieces: Contents) -> None:
-        """Upload the columns of a complete chunk and commit it. After an interruption, repeat the call.
-
-        Raises:
-            BusyError: If another writer has committed the chunk with other bytes; those are not changed.
-        """
+        """Upload the columns of a complete chunk and commit it, unless another writer has committed other bytes."""
         contents = [np.concatenate(parts) for parts in pieces]
         record = self._record_of(chunk, pieces)
         committed = self.committed.get(chunk)
