@@ -26,7 +26,7 @@ from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradien
 from trak_lite.linalg.kernel import KernelSettings, factorise, gram
 from trak_lite.linalg.products import score_block
 from trak_lite.modelout_functions import CallableModelOutput
-from trak_lite.projectors import CountSketchProjector, RademacherProjector
+from trak_lite.projectors import CountSketchProjector, RademacherProjector, _kernels
 from trak_lite.projectors.sketch import base as sketches
 from trak_lite.types import FeatureLayout
 
@@ -267,9 +267,9 @@ def sketch(proj_dim: int, dtype: torch.dtype, bench: Bench, *, kernels: bool = T
         if kernels
         else replace(Inputs.draw(10**6, 10**8, bench.device), shape=(10**3, 10**3))
     )
-    devices = sketches._KERNEL_DEVICES
+    devices = _kernels._DEVICES
     if not kernels:
-        sketches._KERNEL_DEVICES = frozenset()
+        _kernels._DEVICES = frozenset()
     try:
         calls = {
             "vector": METHODS[bench_projection.OURS](inputs, proj_dim),
@@ -277,7 +277,7 @@ def sketch(proj_dim: int, dtype: torch.dtype, bench: Bench, *, kernels: bool = T
         }
         found = against_the_floor(bench, inputs, calls)
     finally:
-        sketches._KERNEL_DEVICES = devices
+        _kernels._DEVICES = devices
     by_triton = kernels and sketches.triton_kernels(inputs.rows[:, :8]) is not None
     return {**found, "by": "triton" if by_triton else "torch", "goal": "K=8192: at most 12 ms on an H100"}
 

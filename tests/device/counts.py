@@ -146,8 +146,8 @@ def counted(device, *, triton=True):
     counting, projectors = Counting(device), "trak_lite.projectors"
     with pytest.MonkeyPatch.context() as patch:
         kinds = frozenset({device.type}) if triton else frozenset()
-        patch.setattr(f"{projectors}.sketch.base._KERNEL_DEVICES", kinds)
-        patch.setattr(f"{projectors}.dense.matrices._KERNEL_DEVICES", frozenset())
+        patch.setattr(f"{projectors}._kernels._DEVICES", kinds)
+        patch.setattr(f"{projectors}.dense.matrices.usable_kernels", lambda *_: None)
         if triton:
             from trak_lite.projectors.sketch import triton as sketches
 

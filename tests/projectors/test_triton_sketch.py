@@ -236,15 +236,15 @@ def assert_made_by_torch(made, monkeypatch):
         ("sketch", "ring_sums", fails(KeyError("maxnreg")), "they do not run on this device (KeyError: "),
         ("sketch", "ring_sums", lambda sums, *_, **__: sums.zero_(), "they give other features on this device than"),
         ("sketch", "MatrixKernel", Zeros, "they give other features on this device than the torch operations"),
-        ("dense", "_launch", fails(COMPILER), "it does not run on this device (RuntimeError: Failed to find C"),
-        ("dense", "_launch", lambda *_: None, "it draws other signs on this device than the torch operations"),
+        ("dense", "_launch", fails(COMPILER), "they do not run on this device (RuntimeError: Failed to find C"),
+        ("dense", "_launch", lambda *_: None, "they give other features on this device than the torch operations"),
     ],
 )  # fmt: skip
 def test_kernels_that_fail_are_replaced_by_torch_with_one_logged_line(
     interpreter, monkeypatch, caplog, kind, launcher, value, reason
 ):
     kernels = getattr(interpreter, kind)
-    assert kernels.why_unusable(CPU) is None
+    assert kernels.are_right(CPU)
     monkeypatch.setattr(kernels, launcher, value)
     with caplog.at_level(logging.WARNING, "trak_lite"):
         made = [features_of_both() for _ in range(2)]
@@ -472,9 +472,9 @@ cpu = torch.device("cpu")
 signs = torch.ones(1, 1, 70)
 hashes = sketch.BlockHashes((3, 5), 70, torch.arange(70).view(1, 1, 70), signs, signs)
 for run in (
-    lambda: print(sketch.why_unusable(cpu)),
+    lambda: sketch.are_right(cpu),
     lambda: sketch.MatrixKernel(hashes, signs).dense(torch.eye(15)),
-    lambda: print(dense.why_unusable(cpu)),
+    lambda: dense.are_right(cpu),
 ):
     try:
         run()

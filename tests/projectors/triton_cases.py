@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import trak_lite.projectors as package
-from trak_lite.projectors._kernels import usable_kernels
+from trak_lite.projectors._kernels import tested_kernels
 from trak_lite.projectors.random.hash import RademacherEntries, Stream, hash_signs, parameter_key
 
 KEY = parameter_key(3, 1, "weight", Stream.RADEMACHER)
@@ -51,13 +51,12 @@ def kernels_of():
 
 def use_on(patch, *devices):
     """Let the kernels be tried on these devices alone."""
-    for place in PLACES:
-        patch.setattr(f"{package.__name__}.{place}._KERNEL_DEVICES", frozenset(devices))
+    patch.setattr(f"{package.__name__}._kernels._DEVICES", frozenset(devices))
 
 
 def choose_anew():
     """Forget which devices were found to run the kernels."""
-    usable_kernels.cache_clear()
+    tested_kernels.cache_clear()
 
 
 @contextlib.contextmanager

@@ -30,7 +30,6 @@ _CPU_WORKSPACE = 4 << 20  # stays in a core's cache
 _ACCELERATOR_WORKSPACE = 256 << 20  # large enough to hide the launches
 _CAST_BYTES = 2 << 20  # gradients of another dtype or device are converted in pieces of about this size
 _COPY_BYTES = 256 << 20  # gradients on another device than a kernel are copied in pieces of about this size
-_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernel is tried
 
 _ENTRIES: dict[ProjectionType, type[AbstractEntries]] = {
     ProjectionType.rademacher: RademacherEntries,
@@ -90,10 +89,7 @@ class HashedMatrices:
         self._owner: tuple[int, torch.device] | None = None
         self._resident: dict[str, Tensor] = {}
         self._entries: AbstractEntries | None = None
-        self._block: Tensor | None = None
-        self._wide: Tensor | None = None
         self._num_rows = 0
-        self._reserved = 0
 
     def add_product_(self, total: Tensor, rows: Tensor, *, seed: int, model_id: int, name: str) -> None:
         """Add ``rows @ matrix`` of one parameter to ``total``, ``(b, K)`` float32 or float64.
@@ -101,23 +97,19 @@ class HashedMatrices:
         The gradient rows ``(b, p)`` may be on any device.
         """
         key = parameter_key(seed, model_id, name, self._entries_type.stream)
-        kernel = self._kernel_for(total, rows)
+        kernel = None
+        if self._has_signs and total.dtype == torch.float32:
+            kernel = usable_kernels(_load, "Dense Rademacher projections", total.device, rows.dtype)
         if kernel is not None:  # it generates the signs on the fly, without a matrix in memory
             for start, piece in _pieces(rows, total.device, rows.dtype, _COPY_BYTES):
                 kernel.add_signed_product_(total, piece, key, start, precision=self._precision)
             return
         entries = self._prepare(model_id, total.device)
-        for start, matrix in self._blocks(entries, name, key, rows.shape[1], total.dtype):
+        for start, drawn in self._blocks(entries, name, key, rows.shape[1], total.dtype):
+            matrix = drawn[:, : self._proj_dim].to(total.dtype)
             columns = rows[:, start : start + len(matrix)]
             for first, piece in _pieces(columns, matrix.device, matrix.dtype, _CAST_BYTES):
                 total.addmm_(piece, matrix[first : first + piece.shape[1]])
-
-    def _kernel_for(self, total: Tensor, rows: Tensor) -> ModuleType | None:
-        """Return the Triton kernel's module if it supports this product: signs, float32, a device with Triton."""
-        if not self._has_signs or total.device.type not in _KERNEL_DEVICES or total.dtype != torch.float32:
-            return None
-        kernel = usable_kernels(_load, "Dense Rademacher projections", total.device)
-        return kernel if kernel is not None and rows.dtype in kernel.DTYPES else None
 
     def _prepare(self, model_id: int, device: torch.device) -> AbstractEntries:
         """Drop the matrices of another model or device."""
@@ -129,7 +121,6 @@ class HashedMatrices:
         fixed = self._workspace_bytes(0)
         share = min(most, self._memory_budget // 4, self._memory_budget - fixed)
         self._num_rows = max(1, share // (self._workspace_bytes(1) - fixed))
-        self._reserved = self._workspace_bytes(self._num_rows)
         self._entries = self._entries_type(self._proj_dim, self._num_rows, device)
         return self._entries
 
@@ -140,40 +131,34 @@ class HashedMatrices:
     def _blocks(
         self, entries: AbstractEntries, name: str, key: int, num_rows: int, dtype: torch.dtype
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield a matrix as ``(first row, rows (n, K))``, top to bottom; rows are valid until the next call."""
+        """Yield a matrix as ``(first row, rows (n, width))``, top to bottom; rows are valid until the next call.
+
+        Of a dtype other than float32 they are converted, so that they are at most one block.
+        """
         resident = self._resident_rows(entries, name, key, num_rows)
         num_resident = resident.shape[0]
         step = max(1, num_resident) if dtype == torch.float32 else self._num_rows
         for start in range(0, num_resident, step):
-            yield start, self._widened(resident[start : start + step], dtype)
+            yield start, resident[start : start + step]
+        block = self._empty(min(self._num_rows, num_rows - num_resident))
         for start in range(num_resident, num_rows, self._num_rows):
-            if self._block is None:
-                self._block = self._empty(self._num_rows, torch.float32)
-            out = self._block[: min(self._num_rows, num_rows - start)]
-            yield start, self._widened(entries.draw_(out, key, start), dtype)
+            yield start, entries.draw_(block[: num_rows - start], key, start)
 
     def _resident_rows(self, entries: AbstractEntries, name: str, key: int, num_rows: int) -> Tensor:
         """Return the rows ``(r, width)`` of the parameter that stay in memory, drawn on the first call."""
         if name not in self._resident:
-            held = self._reserved + sum(matrix.nbytes for matrix in self._resident.values())
+            held = sum(matrix.nbytes for matrix in self._resident.values())
+            held += self._workspace_bytes(self._num_rows)
             num_resident = min(num_rows, (self._memory_budget - held) // (4 * self._width))
-            matrix = self._empty(num_resident, torch.float32)
+            matrix = self._empty(num_resident)
             for start in range(0, num_resident, self._num_rows):
                 entries.draw_(matrix[start : start + self._num_rows], key, start)
             self._resident[name] = matrix
         return self._resident[name][:num_rows]
 
-    def _widened(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the K columns of at most one block of rows in ``dtype``."""
-        if dtype == torch.float32:
-            return rows[:, : self._proj_dim]
-        if self._wide is None:
-            self._wide = self._empty(self._num_rows, torch.float64)
-        return self._wide[: rows.shape[0]].copy_(rows)[:, : self._proj_dim]
-
-    def _empty(self, num_rows: int, dtype: torch.dtype) -> Tensor:
+    def _empty(self, num_rows: int) -> Tensor:
         assert self._owner is not None, "the device must be set before allocating"
-        return empty_buffer(num_rows, self._width, dtype=dtype, device=self._owner[1])
+        return empty_buffer(num_rows, self._width, dtype=torch.float32, device=self._owner[1])
 
 
 def _load() -> ModuleType:

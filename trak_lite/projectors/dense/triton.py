@@ -18,13 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trak_lite.errors import refuse_signal
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors.random.hash import RademacherEntries, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, rademacher_word, sign_floats
-
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Gradient dtypes that the kernel reads; it converts them to float32."""
 
 _EXACT_IN_TF32 = frozenset({torch.float16, torch.bfloat16})
 """Gradient dtypes whose values TF32 represents (10 bits of mantissa), as it does signs: tensor cores multiply them
@@ -98,7 +94,7 @@ def add_signed_product_(
 ) -> None:
     """Add ``rows @ R[start : start + n]`` to ``total``, float32 ``(b, K)``, with R the sign matrix of ``key``.
 
-    The rows ``(b, n)`` have a dtype in :data:`DTYPES` and any strides. ``precision="tf32"`` rounds them to 10 bits of
+    The rows ``(b, n)`` have any strides, and are converted to float32. ``precision="tf32"`` rounds them to 10 bits of
     mantissa on the way to the tensor cores. float16 and bfloat16 rows always use these, which do not round them.
     """
     for first in range(0, rows.shape[0], _MOST_ROWS):
@@ -158,22 +154,11 @@ def _launch_signed_product(sums: Tensor, read: Sequence[Tensor], numbers: Sequen
     )
 
 
-def why_unusable(device: torch.device) -> str | None:
-    """Return why the kernel cannot be used on a device; ``None`` if it runs there and draws the right signs.
-
-    A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
-    """
+def are_right(device: torch.device) -> bool:
+    """Return whether the kernel draws the signs of the torch operations on a device."""
     num_entries, proj_dim, key = 40, 33, 5
-    entries = RademacherEntries(proj_dim, num_entries, device)
-    width = RademacherEntries.width(proj_dim)
-    expected = entries.draw_(torch.empty(num_entries, width, dtype=torch.float32, device=device), key, 0)[
-        :, :proj_dim
-    ]
+    expected = torch.empty(num_entries, RademacherEntries.width(proj_dim), dtype=torch.float32, device=device)
+    RademacherEntries(proj_dim, num_entries, device).draw_(expected, key, 0)
     signs = torch.zeros(num_entries, proj_dim, dtype=torch.float32, device=device)
-    try:
-        add_signed_product_(signs, torch.eye(num_entries, dtype=torch.float32, device=device), key)
-        equal = torch.equal(signs, expected)
-    except Exception as error:  # every compiler and driver raises other exceptions
-        refuse_signal(error)
-        return f"it does not run on this device ({type(error).__name__}: {error})"
-    return None if equal else "it draws other signs on this device than the torch operations"
+    add_signed_product_(signs, torch.eye(num_entries, dtype=torch.float32, device=device), key)
+    return torch.equal(signs, expected[:, :proj_dim])

@@ -16,8 +16,6 @@ from trak_lite.projectors._scratch import Scratch, in_pieces, scratch_bytes, sum
 from trak_lite.projectors.random.hash import Stream, parameter_key
 from trak_lite.types import LookupBlock
 
-_KERNEL_DEVICES = frozenset({"cuda"})  # where the Triton kernels are tried
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -35,10 +33,7 @@ class Keys:
 
 def triton_kernels(rows: Tensor) -> ModuleType | None:
     """Return the module of the sketches' Triton kernels, or ``None`` if they do not support these gradients."""
-    if rows.device.type not in _KERNEL_DEVICES:
-        return None
-    kernels = usable_kernels(_load, "Sketches", rows.device)
-    return kernels if kernels is not None and rows.dtype in kernels.DTYPES else None
+    return usable_kernels(_load, "Sketches", rows.device, rows.dtype)
 
 
 def _load() -> ModuleType:

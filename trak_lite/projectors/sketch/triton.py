@@ -23,15 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trak_lite.errors import refuse_signal
 from trak_lite.projectors._kernels import as_operation
 from trak_lite.projectors._scratch import Scratch, form, in_pieces, scratch_bytes, sum_dtype
 from trak_lite.projectors.random.hash import hash_signs, key32, wrap32
 from trak_lite.projectors.random.triton_hash import hash_word, jit, sign_floats
 from trak_lite.projectors.sketch.blocks import BlockHashes
-
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Gradient dtypes that the kernels read."""
 
 _TILE_ROWS = 32
 _TILE_COLUMNS = 128
@@ -198,7 +194,7 @@ class VectorKernel:
 
     @torch.no_grad()
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return features ``(b, K)`` of gradient rows ``(b, n)`` of a dtype in :data:`DTYPES`, with any strides."""
+        """Return features ``(b, K)`` of gradient rows ``(b, n)`` with any strides."""
         blocks = len(self._fold_offsets)
         if len(self.offsets) == 1 and blocks > 1:
             return self._one_tile(rows, self.offsets[0])
@@ -408,7 +404,7 @@ class MatrixKernel:
 
     @torch.no_grad()
     def dense(self, rows: Tensor) -> Tensor:
-        """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)`` of a dtype in :data:`DTYPES`."""
+        """Return features ``(b, K)`` of gradient rows ``(b, d_out * d_in)``."""
         dtype = sum_dtype(rows.dtype)
         sums = torch.zeros(2, len(rows), self._size, dtype=dtype, device=rows.device)
         sample_stride, entry_stride = rows.stride()
@@ -517,21 +513,13 @@ def _row_lists(hashes: BlockHashes) -> tuple[Tensor, Tensor, Tensor]:
 # ---- both
 
 
-def why_unusable(device: torch.device) -> str | None:
-    """Return why the kernels cannot be used on a device; ``None`` if they run there and give the right features.
-
-    A CUDA device is not sufficient: Triton needs a C compiler at run time and does not support old GPUs.
-    """
-    try:
-        # Row i of the identity selects entry i of a vector or matrix.
-        right = all(
-            torch.equal(sketch(torch.eye(len(expected), dtype=torch.float32, device=device)).cpu(), expected)
-            for sketch, expected in _expected_entries(device)
-        )
-    except Exception as error:  # every compiler and driver raises other exceptions
-        refuse_signal(error)
-        return f"they do not run on this device ({type(error).__name__}: {error})"
-    return None if right else "they give other features on this device than the torch operations"
+def are_right(device: torch.device) -> bool:
+    """Return whether the kernels give the features of the torch operations on a device."""
+    # Row i of the identity selects entry i of a vector or matrix.
+    return all(
+        torch.equal(sketch(torch.eye(len(expected), dtype=torch.float32, device=device)).cpu(), expected)
+        for sketch, expected in _expected_entries(device)
+    )
 
 
 def _expected_entries(device: torch.device) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
