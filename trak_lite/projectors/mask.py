@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from torch import Tensor
 from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
     AbstractProjector,
     Accumulator,
     by_module,
@@ -53,8 +51,6 @@ from trak_lite.types import FactoredBlock, FeatureLayout, GradientBlock, Paramet
 _CHOICE, _BUCKET, _SIGN = 1, 2, 3
 _TILE: Final = 1 << 20
 _WORDS: Final = 1 << 32
-
-_Rounds: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +81,32 @@ class _Plan:
         return features
 
 
-class AbstractMaskProjector(AbstractProjector):
-    """Base class: chooses ``mask_dim`` entries and sums them into ``proj_dim`` features.
+class MaskProjector(AbstractProjector):
+    r"""Selects K random entries of the gradient, scaled by :math:`\sqrt{P/K}`, so that inner products are unbiased.
 
     The entries are a uniform sample without replacement. They depend on (seed, model_id, parameter names and sizes),
-    but not on the order of the parameters. A larger ``mask_dim`` only appends entries.
+    but not on the order of the parameters.
+
+    Example:
+        >>> MaskProjector(2).project({"w": torch.ones(1, 8)}, model_id=0)
+        tensor([[2., 2.]])
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[str] = "mask"
     """Name of the map in the store's manifest."""
 
-    @abstractmethod
     def __init__(
-        self, proj_dim: int, *, mask_dim: int, seed: int, device: str | torch.device | None, layout: str
+        self, proj_dim: int, *, seed: int = 0, device: str | torch.device | None = None, layout: str = "joint"
     ) -> None:
+        """Store the settings; nothing is chosen. Arguments are those of :class:`GraSSProjector`; K' is K."""
         device = None if device is None else torch.device(device)
         super().__init__(0, positive_int(proj_dim=proj_dim), integer(seed=seed), self.kind, device)
-        self.mask_dim = positive_int(mask_dim=mask_dim)
+        self.mask_dim = self.proj_dim
         self.layout_kind = one_of(("joint", "module"), layout=layout)
         self._plan: _Plan | None = None
         self._owner: tuple[int, tuple[tuple[str, tuple[int, ...]], ...]] | None = None
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows; entries are chosen once per model.
 
         It collects the chosen entries ``(B, K')`` of each block, and sketches them at the end.
@@ -157,8 +155,9 @@ class AbstractMaskProjector(AbstractProjector):
         key = functools.partial(parameter_key, self.seed, model_id)
         entries: dict[str, tuple[Tensor, Tensor]] = {}
         scales = [torch.empty(0, dtype=torch.float64, device="cpu")]
-        rounds: list[_Rounds] = []
-        start = 0
+        features = [np.empty(0, np.int64)]
+        signs = [np.empty(0, np.float32)]
+        start = width = 0
         for segment, shapes in self._segments(parameters).items():
             size = num_entries(shapes)
             count = min(self.mask_dim, size)
@@ -166,45 +165,27 @@ class AbstractMaskProjector(AbstractProjector):
             sizes = [num_entries({name: shapes[name]}) for name in keys]
             entries.update(_choose(keys, sizes, count, start=start))
             scales.append(torch.full((count,), math.sqrt(size / count), dtype=torch.float64, device="cpu"))
-            fold_keys = key(segment, Stream.MASK, _BUCKET), key(segment, Stream.MASK, _SIGN)
-            rounds.append(_rounds(fold_keys, count, min(self.proj_dim, size), start=start))
-            start += count
-        if not (self.mask_dim > self.proj_dim and rounds):
-            return _Plan(entries, torch.cat(scales), None)
-        most = max(len(index) for index, _ in rounds)  # missing rounds of a segment are filled with zeros
-        index, sign = (
-            np.concatenate([np.pad(part, ((0, most - len(part)), (0, 0))) for part in parts], 1)
-            for parts in zip(*rounds, strict=True)
-        )
-        # A gradient that is not finite must not reach a feature through a sign of 0.
-        index = np.where(sign == 0, start, index)
-        return _Plan(entries, torch.cat(scales), (torch.from_numpy(index), torch.from_numpy(sign)))
+            columns = min(self.proj_dim, size)
+            if count > columns:
+                buckets = hash_offsets(key(segment, Stream.MASK, _BUCKET), count, size=columns)
+                sign = hash_signs(
+                    key(segment, Stream.MASK, _SIGN), 0, count, device=torch.device("cpu")
+                ).numpy()
+            else:
+                buckets, sign = list(range(count)), np.ones(count, np.float32)
+            features.append(np.array(buckets) + width)
+            signs.append(sign)
+            start, width = start + count, width + columns
+        fold = _gather_form(np.concatenate(features), np.concatenate(signs), width)
+        return _Plan(entries, torch.cat(scales), fold if self.mask_dim > self.proj_dim and start else None)
 
 
 @final
-class MaskProjector(AbstractMaskProjector):
-    r"""Selects K random entries of the gradient, scaled by :math:`\sqrt{P/K}`, so that inner products are unbiased.
-
-    Example:
-        >>> MaskProjector(2).project({"w": torch.ones(1, 8)}, model_id=0)
-        tensor([[2., 2.]])
-    """
-
-    kind = "mask"
-
-    def __init__(
-        self, proj_dim: int, *, seed: int = 0, device: str | torch.device | None = None, layout: str = "joint"
-    ) -> None:
-        """Store the settings; nothing is chosen. Arguments are those of :class:`GraSSProjector`; K' is K."""
-        mask_dim = positive_int(proj_dim=proj_dim)
-        super().__init__(proj_dim, mask_dim=mask_dim, seed=seed, device=device, layout=layout)
-
-
-@final
-class GraSSProjector(AbstractMaskProjector):
+class GraSSProjector(MaskProjector):
     """Selects K' random entries, scales them, and adds each with a random sign to one of K random features.
 
     Inner products are unbiased. If a segment has not more chosen entries than features, the entries are the features.
+    A larger ``mask_dim`` only appends entries.
 
     Source: Hu et al., "GraSS: Scalable Data Attribution with Gradient Sparsification and Sparse Projection"
     (arXiv:2505.18976), with the random mask.
@@ -238,8 +219,8 @@ class GraSSProjector(AbstractMaskProjector):
         Raises:
             InvalidInputError: If an argument is out of range, or ``mask_dim`` is below ``proj_dim``.
         """
-        mask_dim = 4 * positive_int(proj_dim=proj_dim) if mask_dim is None else mask_dim
-        super().__init__(proj_dim, mask_dim=mask_dim, seed=seed, device=device, layout=layout)
+        super().__init__(proj_dim, seed=seed, device=device, layout=layout)
+        self.mask_dim = 4 * self.proj_dim if mask_dim is None else positive_int(mask_dim=mask_dim)
         if self.mask_dim < self.proj_dim:
             raise InvalidInputError(
                 f"mask_dim={mask_dim} entries cannot fill proj_dim={proj_dim} features. Give a mask_dim of at least "
@@ -282,29 +263,28 @@ def _words_below(bound: int, key: int, size: int) -> tuple[NDArray[np.int64], ND
     return np.concatenate(words), np.concatenate(indices)
 
 
-def _rounds(keys: tuple[int, int], count: int, width: int, *, start: int) -> _Rounds:
-    """Return the chosen entries that are added to each feature of a segment, ``(R, width)``, and their signs.
+def _gather_form(
+    features: NDArray[np.int64], signs: NDArray[np.float32], width: int
+) -> tuple[Tensor, Tensor]:
+    """Return the chosen entries that are added to each feature, ``(R, K)``, and their signs, given those of each entry.
 
-    Entry j is added to feature ``floor(h(j) * width / 2**32)``, in round r if r earlier entries have this feature. If
-    there are not more entries than features, entry j is feature j. The sign 0 marks a position without an entry.
+    An entry has round r if r earlier entries have its feature.
     """
-    if count <= width:
-        return np.arange(start, start + width)[None], np.ones((1, width), np.float32)
-    buckets = np.array(hash_offsets(keys[0], count, size=width))
-    order = np.argsort(buckets, kind="stable")
-    filled = np.bincount(buckets, minlength=width)
-    rounds = np.arange(count) - (np.cumsum(filled) - filled)[buckets[order]]
-    index = np.zeros((int(filled.max()), width), np.int64)
-    sign = np.zeros(index.shape, np.float32)
-    index[rounds, buckets[order]] = order + start
-    sign[rounds, buckets[order]] = hash_signs(keys[1], 0, count, device=torch.device("cpu")).numpy()[order]
-    return index, sign
+    order = np.argsort(features, kind="stable")
+    filled = np.bincount(features, minlength=width)
+    rounds = np.arange(len(order)) - (np.cumsum(filled) - filled)[features[order]]
+    shape = int(filled.max(initial=0)), width
+    # Not entry 0 where there is none: if it is not finite, its product with a sign of 0 is not 0.
+    index, sign = np.full(shape, len(order)), np.zeros(shape, np.float32)
+    index[rounds, features[order]] = order
+    sign[rounds, features[order]] = signs[order]
+    return torch.from_numpy(index), torch.from_numpy(sign)
 
 
 def _entries_of_factors(block: FactoredBlock, index: Tensor) -> Tensor:
     """Return the entries ``(b, n)`` of a factored gradient; no other entries are formed."""
     inputs, output_grads = block.inputs.detach(), block.output_grads.detach()
-    dtype = sum_dtype(torch.promote_types(inputs.dtype, output_grads.dtype))
+    dtype = sum_dtype(inputs.dtype, output_grads.dtype)
     index = index.to(inputs.device)
     d_in = max(1, inputs.shape[2])
     rows, columns = index // d_in, index % d_in
