@@ -105,13 +105,6 @@ def test_every_matrix_and_the_rest_have_a_segment(projector, shapes, expected):
         assert projector.project(grads, 0).shape == (4, expected[-1][-1])
 
 
-def test_matrices_of_sides_are_drawn_in_tiles_that_join(monkeypatch):
-    grads, projector = {"w": random(3, 20, 70)}, functools.partial(TwoSidedProjector, 7, 9)
-    whole = projector(matrices="gaussian").project(grads, 0)
-    monkeypatch.setattr("trak_lite.projectors.two_sided.projector._DRAW_BYTES", 400)
-    assert torch.equal(projector(matrices="gaussian").project(grads, 0), whole)
-
-
 # ---- principal axes
 def low_rank_factors(seed):
     """Factors in a plane of the input side and a 3-space of the output side; the spaces do not depend on the seed."""

@@ -146,34 +146,30 @@ def fast_jl_matrices(
 @functools.cache
 def _tested(device: torch.device, proj_type: ProjectionType) -> FastJLMatrices | None:
     """Test the extension, once per process, device and distribution; log one warning where it cannot be used."""
-    extension = _extension(device, proj_type)
-    if isinstance(extension, FastJLMatrices):
-        return extension
+    count = multiprocessors(device)
+    try:
+        if count is None:
+            reason = "it needs an NVIDIA GPU"
+        else:
+            import fast_jl
+
+            matrices = FastJLMatrices(fast_jl, proj_type, device, count)
+            fault = _self_test(matrices)
+            if fault is None:
+                return matrices
+            reason = f"in its self-test {fault}"
+    except ImportError as error:
+        reason = f"it cannot be imported ({error}). Install it with pip install --no-build-isolation fast-jl"
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # what a compiled extension raises
+        refuse_signal(error)
+        reason = f"its self-test raised {type(error).__name__}: {error}"
     logger.warning(
         "fast_jl is not used on %s: %s. The dense projection of trak_lite is used instead, which has another matrix; "
         "the manifest of the store records which one was used.",
         device,
-        extension,
+        reason,
     )
     return None
-
-
-def _extension(device: torch.device, proj_type: ProjectionType) -> FastJLMatrices | str:
-    """Return the extension on a device, or why it cannot be used there."""
-    count = multiprocessors(device)
-    if count is None:
-        return "it needs an NVIDIA GPU"
-    try:
-        import fast_jl
-    except ImportError as error:
-        return f"it cannot be imported ({error}). Install it with pip install --no-build-isolation fast-jl"
-    matrices = FastJLMatrices(fast_jl, proj_type, device, count)
-    try:
-        fault = _self_test(matrices)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # what a compiled extension raises
-        refuse_signal(error)
-        return f"its self-test raised {type(error).__name__}: {error}"
-    return matrices if fault is None else f"in its self-test {fault}"
 
 
 def _self_test(engine: FastJLMatrices) -> str | None:

@@ -232,17 +232,28 @@ class _Covariances:
     def add(self, block: GradientBlock) -> None:
         if block.name not in self._shapes:
             return
-        wanted = [block.name + suffix in self._axes_shapes for suffix in _SUFFIXES.values()]
         factored = isinstance(block, FactoredBlock) and self._from_factors
         if self._factored.setdefault(block.name, factored) != factored:
             raise InvalidInputError(
                 f"The gradients of {block.name!r} came factored in one block and formed in another, and the two have "
                 "covariances on different scales. Use batches of one shape, or covariances='gradients'."
             )
-        covariances = _covariances(block, self._shapes[block.name], wanted, from_factors=self._from_factors)
-        for suffix, covariance in zip(_SUFFIXES.values(), covariances, strict=True):
+        if isinstance(block, FactoredBlock):
+            dtype = sum_dtype(block.inputs.dtype, block.output_grads.dtype)
+            inputs, output_grads = block.inputs.to(dtype), block.output_grads.to(dtype)
+            sides: tuple[tuple[Tensor, Tensor | None], ...] = (output_grads, inputs), (inputs, output_grads)
+        else:
+            grads = block.dense().reshape(-1, *self._shapes[block.name])
+            grads = grads.to(sum_dtype(grads.dtype))
+            sides = (grads.transpose(1, 2), None), (grads, None)
+        for suffix, (side, other) in zip(_SUFFIXES.values(), sides, strict=True):
             key = block.name + suffix
-            if covariance is not None:
+            if key in self._axes_shapes:
+                # G^T G = X^T (O O^T) X: the gradient G = O^T X of a sample is not formed.
+                weighted = (
+                    side if other is None or self._from_factors else (other @ other.transpose(1, 2)) @ side
+                )
+                covariance = weighted.flatten(0, 1).T @ side.flatten(0, 1)
                 self._sums[key] = covariance if key not in self._sums else self._sums[key] + covariance
 
     def axes(self) -> dict[str, Tensor]:
@@ -254,25 +265,6 @@ class _Covariances:
                 "and a computer with these parameters in grad_wrt."
             )
         return {key: _leading(key, self._sums[key], shape[1]) for key, shape in self._axes_shapes.items()}
-
-
-def _covariances(
-    block: GradientBlock, shape: tuple[int, int], wanted: list[bool], *, from_factors: bool
-) -> list[Tensor | None]:
-    """Return the wanted covariances ``(d_out, d_out)`` and ``(d_in, d_in)`` of a block, ``None`` for the others."""
-    if not isinstance(block, FactoredBlock):
-        grads = block.dense().reshape(-1, *shape)
-        grads = grads.to(sum_dtype(grads.dtype))
-        rows, columns = grads.transpose(1, 2).flatten(0, 1), grads.flatten(0, 1)
-        return [side.T @ side if need else None for side, need in zip((rows, columns), wanted, strict=True)]
-    dtype = sum_dtype(torch.promote_types(block.inputs.dtype, block.output_grads.dtype))
-    inputs, output_grads = block.inputs.to(dtype), block.output_grads.to(dtype)
-    covariances: list[Tensor | None] = []
-    for side, other, need in zip((output_grads, inputs), (inputs, output_grads), wanted, strict=True):
-        # G^T G = X^T (O O^T) X: the gradient G = O^T X of a sample is not formed.
-        weighted = side if from_factors else (other @ other.transpose(1, 2)) @ side
-        covariances.append(weighted.flatten(0, 1).T @ side.flatten(0, 1) if need else None)
-    return covariances
 
 
 def _leading(key: str, covariance: Tensor, count: int) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
     AbstractProjector,
     Accumulator,
     check_block,
@@ -45,7 +44,6 @@ _RANDOM: dict[str, type[AbstractEntries]] = {
     entries.kind: entries for entries in (RademacherEntries, GaussianEntries)
 }
 """Distributions of random side matrices by name."""
-_DRAW_BYTES = 4 << 20  # scratch of a draw: stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +166,7 @@ class TwoSidedProjector(AbstractProjector):
             )
         return super().project(grads, model_id)
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows.
 
         It adds the features of each matrix to their columns, and hands everything else to the rest.
@@ -281,15 +277,9 @@ class TwoSidedProjector(AbstractProjector):
     def _drawn(self, key: int, num_rows: int, width: int, device: torch.device) -> Tensor:
         """Return the random matrix of a key, float32 ``(num_rows, width)``."""
         kind = _RANDOM[self.proj_type]
-        padded = kind.width(width)
-        step = min(num_rows, max(1, _DRAW_BYTES // (4 * padded)))
-        entries = kind(width, step, device)
-        drawn = empty_buffer(step, padded, dtype=torch.float32, device=device)
-        matrix = empty_buffer(num_rows, width, dtype=torch.float32, device=device)
-        for start in range(0, num_rows, step):
-            part = matrix[start : start + step]
-            part.copy_(entries.draw_(drawn[: part.shape[0]], key, start)[:, :width])
-        return matrix
+        drawn = empty_buffer(num_rows, kind.width(width), dtype=torch.float32, device=device)
+        kind(width, num_rows, device).draw_(drawn, key, 0)
+        return empty_buffer(num_rows, width, dtype=torch.float32, device=device).copy_(drawn[:, :width])
 
     def _divide(self, parameters: ParameterShapes) -> tuple[list[_Matrix], ParameterShapes]:
         """Return the matrices with their columns, in model order, and the shapes of the rest."""
