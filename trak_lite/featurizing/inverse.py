@@ -30,7 +30,7 @@ from trak_lite.featurizing.solvers import (
 )
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator, project_named
+from trak_lite.projectors._base import Accumulator, project_named
 from trak_lite.types import ParameterShapes, by_name
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class InverseCurvature:
 
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    ) -> Accumulator:
         """Return a new accumulator; see :class:`Preconditioner`. Some methods need the gradients of a whole batch."""
         if not self.method.reads_rows:
             return self.preconditioner.accumulator(

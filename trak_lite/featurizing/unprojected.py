@@ -20,7 +20,7 @@ from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.rows import RowPass
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.projectors import AbstractProjector, NoOpProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator, check_block
+from trak_lite.projectors._base import Accumulator, check_block
 from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries, scaled_rows
 
 
@@ -44,9 +44,7 @@ class ProductProjector(AbstractProjector):
         super().__init__(0, len(some), 0, "na", some.device)
         self._like = some
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         products, norms = self._like.new_zeros(num_samples, self.proj_dim), GradientNorms(num_samples)
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,36 +35,24 @@ class ProjectionType(StrEnum):
     rademacher = "rademacher"
 
 
-class AbstractFeatureAccumulator(ABC):
-    """Accumulates the gradient blocks of one batch, in any order, into feature rows.
+class Accumulator:
+    """Accumulates the gradient blocks of one batch, in any order, into feature rows, by two functions.
 
     Requirements: the result does not depend, beyond rounding, on the order of the blocks or on how rows and
     parameters are split over calls; a parameter without a block counts as zero.
     """
 
-    @abstractmethod
-    def add(self, block: GradientBlock) -> None:
-        """Add one block; it may be freed as soon as this returns."""
-
-    @abstractmethod
-    def features(self) -> Tensor:
-        """Return the feature rows ``(B, K)``; call it once, after the last block."""
-
-
-@final
-class Accumulator(AbstractFeatureAccumulator):
-    """An accumulator that consists of two functions; the first one runs without autograd."""
-
     def __init__(self, add: Callable[[GradientBlock], None], features: Callable[[], Tensor]) -> None:
+        """Store the functions; the first one runs without autograd."""
         self._add, self._features = add, features
 
     @torch.no_grad()
     def add(self, block: GradientBlock) -> None:
-        """Add one block."""
+        """Add one block; it may be freed as soon as this returns."""
         self._add(block)
 
     def features(self) -> Tensor:
-        """Return the feature rows."""
+        """Return the feature rows ``(B, K)``; call it once, after the last block."""
         return self._features()
 
 
@@ -124,9 +112,7 @@ class AbstractProjector(ABC):
             )
         return project_named(self, grads, model_id)
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch.
 
         Args:

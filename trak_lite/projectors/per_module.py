@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
     AbstractProjector,
     Accumulator,
     ProjectionType,
@@ -59,9 +58,7 @@ class NoOpProjector(AbstractProjector):
         """
         super().__init__(grad_dim, 0, seed, proj_type, device)
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         starts = accumulate(map(math.prod, parameters.values()), initial=0)
         columns = dict(zip(parameters, starts, strict=False))
@@ -110,9 +107,7 @@ class PerModuleProjector(AbstractProjector):
         super().__init__(0, projector.proj_dim, projector.seed, projector.proj_type, projector.device)
         self.projector = projector
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows."""
         parts = [(self._projector_of(shapes), shapes) for shapes in by_module(parameters).values()]
         return routed(parts, num_samples, model_id, _concatenated)

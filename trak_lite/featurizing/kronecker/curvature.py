@@ -23,7 +23,7 @@ from trak_lite.core.devices import eigh_of_positive, full_float32, precise, wide
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.featurizing.kronecker.units import GradientJoiner, Unit, UnitGradient, sample_slices
 from trak_lite.projectors import AbstractProjector
-from trak_lite.projectors._base import AbstractFeatureAccumulator, Accumulator
+from trak_lite.projectors._base import Accumulator
 from trak_lite.types import (
     BlockSink,
     DenseBlock,
@@ -274,7 +274,7 @@ class Preconditioner:
 
     def accumulator(
         self, projector: AbstractProjector, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    ) -> Accumulator:
         """Return a new accumulator of features of gradients times the inverse; raises if it lacks a parameter."""
         unknown = [name for name in parameters if name not in self.lambdas]
         if unknown:
@@ -333,7 +333,7 @@ class PreconditionedProjector(AbstractProjector):
     """
 
     def __init__(
-        self, projector: AbstractProjector, accumulator: Callable[..., AbstractFeatureAccumulator]
+        self, projector: AbstractProjector, accumulator: Callable[..., Accumulator]
     ) -> None:
         """Take what returns accumulators of features of gradients times an inverse, for the projector."""
         super().__init__(
@@ -341,9 +341,7 @@ class PreconditionedProjector(AbstractProjector):
         )
         self._projector, self._accumulator = projector, accumulator
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch; see :meth:`AbstractProjector.accumulator`."""
         return self._accumulator(self._projector, num_samples, model_id=model_id, parameters=parameters)
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from trak_lite.core.validate import positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
     AbstractProjector,
+    Accumulator,
     ProjectionType,
     named_gradients,
     project_named,
@@ -194,9 +194,7 @@ class ChunkedCudaProjector(AbstractProjector):
             named = {f"chunk {i}": part for i, part in enumerate(columns)}
         return project_named(self, named, model_id)
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows.
 
         Raises:

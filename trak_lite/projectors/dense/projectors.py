@@ -21,7 +21,6 @@ from torch import Tensor
 from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
     AbstractProjector,
     Accumulator,
     ProjectionType,
@@ -76,9 +75,7 @@ class AbstractDenseProjector(AbstractProjector):
             kind, proj_dim, memory_budget=memory_budget, precision=precision
         )
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch; raise if the parameters do not have ``grad_dim`` entries.
 
         It adds ``gradient rows @ matrix`` block by block; gradients are never concatenated.

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from trak_lite.core.validate import integer, one_of, positive_int
 from trak_lite.projectors._base import (
-    AbstractFeatureAccumulator,
     AbstractProjector,
     Accumulator,
     ProjectionType,
@@ -90,9 +89,7 @@ class CountSketchProjector(AbstractProjector):
         """Leave out generated hash functions and scratch memory, so that the projector can be pickled."""
         return {**self.__dict__, "_sketches": {}, "_drawn_for": None, "_scratch": Scratch()}
 
-    def accumulator(
-        self, num_samples: int, *, model_id: int, parameters: ParameterShapes
-    ) -> AbstractFeatureAccumulator:
+    def accumulator(self, num_samples: int, *, model_id: int, parameters: ParameterShapes) -> Accumulator:
         """Return a new accumulator for one batch of ``num_samples`` rows.
 
         It sums the sketches of blocks in reverse model order, for any order of arrival. Sketches that arrive early are
