@@ -7,7 +7,6 @@ K feature width (``proj_dim``), T positions of a sequence, C checkpoints.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
@@ -58,34 +57,8 @@ def by_name(gradients: Tensor, parameters: ParameterShapes) -> dict[str, Tensor]
     return {name: part.reshape(len(part), *shape) for (name, shape), part in pairs}
 
 
-class AbstractBlock(ABC):
-    """Per-sample gradients of one parameter, in the form that its layer produces."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """Return the gradient rows ``(b, parameter.numel())``."""
-
-    @abstractmethod
-    def samples(self, which: slice | Sequence[int]) -> GradientBlock:
-        """Return some samples as a block of the same type with ``start=0``; a slice gives views, a list copies."""
-
-    def by_entry(self, factors: Tensor) -> LookupBlock | None:
-        """Return the block with entry p of every gradient times ``factors[p]``, in the parameter's shape.
-
-        ``None`` if the gradients have to be formed for it.
-        """
-        del factors
-        return None
-
-    @abstractmethod
-    def scaled(self, factors: Tensor) -> GradientBlock:
-        """Return the block with the gradient of sample i times ``factors[i]``, in the block's dtype."""
-
-
-class _SingleBlock(AbstractBlock):
-    """A block that is not a sum of blocks."""
+class _SingleBlock:
+    """Per-sample gradients of one parameter, in the form that its layer produces: no sum of blocks."""
 
     __slots__ = ()
 
@@ -112,12 +85,12 @@ class _SingleBlock(AbstractBlock):
         return {name: value for name, value in values.items() if hasattr(value, "detach")}
 
     def samples(self, which: slice | Sequence[int]) -> Any:
-        """Return some samples."""
+        """Return some samples as a block of the same type with ``start=0``; a slice gives views, a list copies."""
         changes: dict[str, Any] = {name: value[which] for name, value in self._tensors().items()}
         return replace(cast("Any", self), start=0, **changes)
 
     def scaled(self, factors: Tensor) -> Any:
-        """Scale the carrier."""
+        """Return the block with the gradient of sample i times ``factors[i]``, in the block's dtype."""
         return replace(cast("Any", self), **{self._carrier: scaled_rows(self.carrier, factors)})
 
     def moved(self, device: str | torch.device | None) -> Any:
@@ -125,6 +98,13 @@ class _SingleBlock(AbstractBlock):
         device = device or self.carrier.device
         changes = {name: value.detach().to(device) for name, value in self._tensors().items()}
         return replace(cast("Any", self), **changes)
+
+    def by_entry(self, factors: Tensor) -> LookupBlock | None:
+        """Return the block with entry p of every gradient times ``factors[p]``, in the parameter's shape.
+
+        ``None`` if the gradients have to be formed for it.
+        """
+        return None
 
     def narrowed(self, columns: Tensor) -> tuple[Any, Tensor]:
         """Return the block and ``columns`` ``(m, parameter.numel())`` without entries that all gradients lack."""
@@ -218,7 +198,7 @@ class LookupBlock(_SingleBlock):
 
 
 @dataclass(frozen=True, slots=True)
-class SummedBlock(AbstractBlock):
+class SummedBlock:
     """Per-sample gradients of a matrix with several uses (a tied embedding): the sum over its uses."""
 
     name: str
@@ -251,6 +231,9 @@ class SummedBlock(AbstractBlock):
     def samples(self, which: slice | Sequence[int]) -> SummedBlock:
         """Return some samples."""
         return SummedBlock(self.name, tuple(part.samples(which) for part in self.parts))
+
+    def by_entry(self, factors: Tensor) -> None:
+        """Return ``None``: the gradients have to be formed."""
 
     def scaled(self, factors: Tensor) -> SummedBlock:
         """Scale all parts."""

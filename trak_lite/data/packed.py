@@ -167,9 +167,13 @@ class Documents(Dataset[dict[str, Any]]):
             else np.zeros(length, np.bool_)
         )
         if name not in _PER_TOKEN:
-            _refuse_rest(
-                np.flatnonzero((numbers < 0) & ~masked & (labels != _IGNORED)), f"{where}: {name}", numbers
-            )
+            rest = np.flatnonzero((numbers < 0) & ~masked & (labels != _IGNORED))
+            if len(rest):  # they were trained on, and no document holds them
+                raise InvalidInputError(
+                    f"{where}: {name} ends at token {int((numbers >= 0).sum())} of {length}, and {len(rest)} tokens "
+                    f"after it have labels (the first is token {rest[0]}). Give the borders of all documents, or mark "
+                    "padding: labels -100, or attention_mask 0."
+                )
         numbers[masked] = -1
         if name in _PER_TOKEN:  # padding has no place
             numbers[numbers >= 0] = np.unique(numbers[numbers >= 0], return_inverse=True)[1]
@@ -248,16 +252,6 @@ def _array(values: Any) -> NDArray[Any]:
 
 def _tensor(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
-
-
-def _refuse_rest(labelled: NDArray[np.int64], what: str, numbers: NDArray[np.int64]) -> None:
-    """Raise if tokens after the last document have labels: they were trained on, and no document holds them."""
-    if len(labelled):
-        raise InvalidInputError(
-            f"{what} ends at token {int((numbers >= 0).sum())} of {len(numbers)}, and {len(labelled)} tokens after it "
-            f"have labels (the first is token {labelled[0]}). Give the borders of all documents, or mark padding: "
-            "labels -100, or attention_mask 0."
-        )
 
 
 def _document_numbers(name: str, borders: NDArray[Any], length: int, where: str) -> NDArray[np.int64]:
