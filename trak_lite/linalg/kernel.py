@@ -319,7 +319,7 @@ def factorise(
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    mean, width = _mean_eigenvalue(gram, segment, num_rows), gram.shape[1]
+    (mean,), width = _mean_eigenvalues([gram], [segment], num_rows), gram.shape[1]
     rows = gram if len(gram) < width else None
     if rows is not None:
         gram = _lower_product(rows)  # has the eigenvalues of H that can be above zero
@@ -385,7 +385,8 @@ def factorise_segments(
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    means = _segment_means(grams, layout, num_rows)
+    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
+    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments], num_rows)
     return [
         factorise(matrix, settings, num_rows=num_rows, segment=segment.name, allow_singular=allow_singular)
         if mean > 0.0
@@ -407,7 +408,7 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    _mean_eigenvalue(gram, segment)
+    _mean_eigenvalues([gram], [segment])
     return EigenKernel(*eigh_of_positive(gram))
 
 
@@ -422,7 +423,8 @@ def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> lis
         NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
         InvalidInputError: If the matrices do not fit the layout.
     """
-    means = _segment_means(grams, layout)
+    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
+    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments])
     return [
         eigenpath(matrix, segment=segment.name)
         if mean > 0.0
@@ -718,34 +720,13 @@ def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
     return rows.to(like)
 
 
-def _segment_means(
-    grams: Sequence[Tensor], layout: FeatureLayout, num_rows: int | None = None
-) -> list[float]:
-    """Return the mean eigenvalue of every segment's gram matrix, 0 if it vanishes; raise if all of them do."""
-    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
-    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments], num_rows)
-    # 1 / H of a smaller matrix is beyond float32. If all are smaller (an output in other units), they count as long as
-    # the entries of the rows, the roots of those of H, are normal numbers.
-    floor = _SMALLEST if max(means) >= _SMALLEST else _SMALLEST**2
-    if max(means) < floor:
-        raise SingularKernelError(_zero_message("every segment"))
-    return [mean if mean >= floor else 0.0 for mean in means]
-
-
-def _mean_eigenvalue(gram: Tensor, segment: str, num_rows: int | None = None) -> float:
-    """Return ``trace(H) / k`` of a valid gram matrix that does not vanish."""
-    (mean,) = _mean_eigenvalues([gram], [segment], num_rows)
-    if mean < _SMALLEST**2:
-        raise SingularKernelError(_zero_message(f"segment {segment!r}"))
-    return mean
-
-
 def _mean_eigenvalues(
     grams: Sequence[Tensor], segments: Sequence[str], num_rows: int | None = None
 ) -> list[float]:
-    """Return ``trace(H) / k`` of valid gram matrices, or of the matrices of ``num_rows`` weighted rows, fewer than k.
+    """Return ``trace(H) / k`` of valid gram matrices, 0 if one vanishes; raise if all of them do.
 
-    A NaN or infinite feature always makes the diagonal non-finite, so only the trace is checked.
+    Each may be given by ``num_rows`` weighted rows, fewer than k. A NaN or infinite feature always makes the diagonal
+    non-finite, so only the trace is checked.
     """
     for gram, segment in zip(grams, segments, strict=True):
         fits = gram.dim() == 2 and (
@@ -764,7 +745,19 @@ def _mean_eigenvalues(
                 f"The gram matrix of segment {segment!r} holds NaN or infinite values. "
                 "Check the features that it was summed over."
             )
-    return means
+    # 1 / H of a smaller matrix is beyond float32. If all are smaller (an output in other units), they count as long as
+    # the entries of the rows, the roots of those of H, are normal numbers.
+    floor = _SMALLEST if max(means) >= _SMALLEST else _SMALLEST**2
+    if max(means) < floor:
+        where = "every segment" if len(segments) > 1 else f"segment {segments[0]!r}"
+        raise SingularKernelError(
+            f"The gram matrix of {where} is zero or too small. Either every train row has a weight of zero (a loss "
+            "that is linear in the output, a model that is certain of every train row): use weighting='none' "
+            "(Attributor: method=TRAK(damping=None, layout='stored'), the default for tasks with has_curvature = "
+            "False). Or all features are zero (the output does not depend on the kept parameters): keep other "
+            "parameters."
+        )
+    return [mean if mean >= floor else 0.0 for mean in means]
 
 
 def _sum_of_squares(gram: Tensor) -> float:
@@ -776,12 +769,3 @@ def _sum_of_squares(gram: Tensor) -> float:
 def _noise_floor(values: Tensor) -> float:
     """Return the relative size below which a pivot or eigenvalue of ``k`` values is indistinguishable from zero."""
     return _PIVOT_MARGIN * values.shape[0] * torch.finfo(values.dtype).eps
-
-
-def _zero_message(where: str) -> str:
-    return (
-        f"The gram matrix of {where} is zero or too small. Either every train row has a weight of zero (a loss that is "
-        "linear in the output, a model that is certain of every train row): use weighting='none' (Attributor: "
-        "method=TRAK(damping=None, layout='stored'), the default for tasks with has_curvature = False). Or all "
-        "features are zero (the output does not depend on the kept parameters): keep other parameters."
-    )
