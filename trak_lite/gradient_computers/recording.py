@@ -16,20 +16,6 @@ from torch.utils._pytree import tree_flatten
 
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 BUFFERS = frozenset({"new_zeros", "zeros", "zeros_like"}) | UNINITIALISED
-_RAISING = frozenset({
-    *("embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "put"),
-    *("scatter", "scatter_add", "scatter_reduce", "take", "_embedding_bag", "_embedding_bag_forward_only"),
-    *("div", "floor_divide", "fmod", "histc", "lu_unpack", "max_unpool2d", "max_unpool3d", "remainder"),
-    *("binary_cross_entropy", "multi_margin_loss", "multilabel_margin_loss_forward", "nll_loss_forward"),
-    *("_ctc_loss", "_pack_padded_sequence", "bincount", "fake_quantize_per_channel_affine_cachemask", "histogram"),
-    *("index_reduce", "masked_scatter", "nll_loss2d_forward", "repeat_interleave", "searchsorted", "segment_reduce"),
-    *("_linalg_eigh", "_linalg_solve_ex", "_linalg_svd", "cholesky", "cholesky_inverse", "linalg_cholesky_ex"),
-    *("linalg_eig", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq"),
-    *("linalg_lu_factor_ex", "linalg_lu_solve", "linalg_pinv"),
-})  # fmt: skip
-"""Operations that raise for some values; after others of the ``_ex`` kind, one that returns nothing does."""
-
-
 _OTHER_NAMES = {"self": "input", "x": "input", "a": "input", "x1": "input", "x2": "other", "axis": "dim"}
 """Names of arguments in ``torch.ops`` and in NumPy, which torch's functions take too."""
 
@@ -130,7 +116,7 @@ class Recording:
             own: Numbers of those fixed tensors that only the recording holds.
             roots: For every number, that of the first tensor of the same memory.
         """
-        steps = _needed([step for step in steps if not _is_done(step, fixed)], fixed, outputs)
+        steps = [step for step in steps if not _is_done(step, fixed)]
         made = {*inputs, *fixed}
         for step in steps:
             if not made.issuperset(step.reads):
@@ -269,30 +255,10 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def _is_done(step: Step, fixed: dict[int, Tensor]) -> bool:
-    """Whether replays leave a step out, because its results are fixed or it copies a tensor to itself."""
-    if step.value is not None or step.only_checks:
-        return False
-    if step.function is torch.ops.aten.copy_.default and all(number in fixed for number in step.reads):
-        one, other = (fixed[number] for number in step.reads)
-        return _place(one) == _place(other)
-    if step.name in BUFFERS - UNINITIALISED:
-        return False  # initialised again
+    """Whether replays leave a step out, because its results are fixed."""
+    if step.value is not None or step.only_checks or step.name in BUFFERS - UNINITIALISED:
+        return False  # it raises for some values, or is initialised again
     return not step.writes and all(number is None or number in fixed for number in step.outputs)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _needed(steps: Sequence[Step], fixed: Mapping[int, Tensor], outputs: Sequence[int]) -> list[Step]:
-    """Return the steps that outputs, conditions, writes and errors depend on, without views of fixed accumulators."""
-    wanted, kept = {*outputs, *fixed}, []
-    for step in reversed(steps):
-        acts = step.value is not None or step.writes or step.only_checks or step.name in _RAISING
-        if acts or any(number in wanted for number in step.outputs):
-            wanted.update(step.reads)
-            kept.append(step)
-    return kept[::-1]
 
 
 class _Writer:
