@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, Protocol, cast, final
 
 import torch
@@ -70,6 +71,9 @@ class ReplayedComputer(CheckedComputer, Protocol):
     def differentiates_the_model(self) -> bool:
         """Whether the gradients are those of the model with its own weights."""
 
+    def unchecked(self) -> AbstractContextManager[None]:
+        """Leave the self-check out in the block, off its schedule."""
+
     def structure(self, batch: Batch, /) -> tuple[Any, int]:
         """Return the structure of a batch by which checks are kept.
 
@@ -95,11 +99,8 @@ class _Pass(NamedTuple):
 
     def apart(self) -> Sequence[Tensor]:
         """Run it once more, as no batch of the schedule of the self-check."""
-        checks, self.computer.checks = self.computer.checks, SelfCheck()
-        try:
-            return self.without_checks()
-        finally:
-            self.computer.checks = checks
+        with self.computer.unchecked():
+            return self.work()
 
     @property
     def num_bytes(self) -> int:
