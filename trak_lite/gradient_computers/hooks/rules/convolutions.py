@@ -122,15 +122,8 @@ class _Product:
     def _patches(self) -> Tensor:
         """Return the patches ``(N, C * prod(kernel), L)`` under every kernel position, L = prod(positions)."""
         x, kernel, positions = self.x, tuple(self.weight.shape[2:]), tuple(self.grad.shape[2:])
-        axes = list(
-            zip(x.shape[2:], kernel, self.stride, self.padding, self.dilation, positions, strict=True)
-        )
-        if all(size == length and (k, s, p) == (1, 1, 0) for size, k, s, p, _, length in axes):
+        if {*kernel, *self.stride} == {1} and not any(self.padding) and x.shape[2:] == positions:
             return x.flatten(2)
-        if len(kernel) == 2 and all(
-            (size + 2 * p - d * (k - 1) - 1) // s + 1 == length for size, k, s, p, d, length in axes
-        ):
-            return functional.unfold(x, kernel, self.dilation, self.padding, self.stride)
         if any(self.padding):
             x = functional.pad(x, [side for p in reversed(self.padding) for side in (p, p)])
         x = x.contiguous()
