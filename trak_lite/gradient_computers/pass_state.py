@@ -71,10 +71,8 @@ _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 def identities(
     model: nn.Module, task: AbstractModelOutput, others: Sequence[object], alive: list[Any]
 ) -> tuple[int, ...] | None:
-    """Return the identity of all that a pass reads.
+    """Return the identity of all that a pass reads; ``None`` if a tensor has no memory of its own, or it is too much.
 
-    ``None`` if the model has a tensor without memory of its own, or holds more than can be compared before every
-    replay.
     A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
     the result is meaningful as long as this is alive.
     """
@@ -334,10 +332,7 @@ class _UnseenError(Exception):
 
 
 def _reads_unseen(value: Any) -> bool:
-    """Whether it is a function that reads values where no mode of torch sees it, or TorchScript with ``tolist``.
-
-    Or TorchScript with another operation that reads so.
-    """
+    """Whether it is a function, or TorchScript, that reads values where no mode of torch sees it."""
     if isinstance(value, types.BuiltinFunctionType):
         return value.__name__ in _UNSEEN_READS
     code: list[Any] = []
@@ -412,15 +407,12 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         if depth >= _DEPTH - 2:
             raise _UnseenError
         return id(value)  # of code that a library runs elsewhere
-    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
-    held = {name: getattr(value, name, None) for name in slots if not name.startswith("__")}
-    if hasattr(value, "__dict__"):
-        held |= vars(value)
+    held = [*_slots_of(value), *itertools.chain(*getattr(value, "__dict__", {}).items())]
     if isinstance(call := vars(type(value)).get("__call__"), types.FunctionType):
-        held["__call__"] = call
+        held.append(call)
         if outside is not None:
             outside.note(call, [value])
-    return [(name, described(one)) for name, one in held.items()] or repr(value)
+    return [described(one) for one in held] or repr(value)
 
 
 def _length_of(value: Sized) -> int:
