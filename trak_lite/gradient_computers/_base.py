@@ -392,10 +392,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return terms
 
     def undo_passes(self) -> None:
-        """Undo what the passes of this batch have set, if they replaced a buffer or a submodule.
-
-        Call it after the last backward pass of the batch, and before the model runs in float64.
-        """
+        """Undo what passes have set, if they replaced a buffer or a submodule; no backward pass may be left."""
         if self._state is not None:
             self._state.restore(self._calls_functions)
 
@@ -407,6 +404,10 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     @abstractmethod
     def _stream_samples(self, batch: Batch, count: int, kept: Kept, sink: BlockSink) -> OutputTerms:
         """Stream the blocks of a batch of at least one sample; see :meth:`stream_gradients`."""
+
+    def _message(self, error: BaseException) -> str:
+        """Return why a model that runs cannot be differentiated by this computer."""
+        raise NotImplementedError
 
     def _is_native(self) -> bool:
         names = ("compute_per_sample_grad", "compute_loss_grad")
@@ -476,10 +477,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return terms
 
     def _structure(self, batch: Batch, kept: Kept) -> tuple[Any, ...]:
-        """Return the structure of a batch and, last, the state outside it.
-
-        These are the modes, the kept names and those with tensor hooks, and the caller's autocast.
-        """
+        """Return the structure of a batch and, last, what else a pass depends on."""
         modes = (self._tree or ModelTree(self.model)).modes
         autocast = torch.is_autocast_enabled(next(iter(kept.values())).device.type)
         hooked = tuple(name for name, parameter in kept.items() if parameter._backward_hooks)
@@ -495,8 +493,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         return ModelCall(self.model, *weights, modules=modules, float32_products=self.float32_products)
 
     @contextmanager
-    def _refusing(self, batch: Batch, message: Callable[[BaseException], str]) -> Iterator[None]:
-        """Raise UnsupportedModelError with this message if the block fails, but not the sink or the plain model."""
+    def _refusing(self, batch: Batch) -> Iterator[None]:
+        """Raise UnsupportedModelError if the block fails, but neither the sink nor the plain model does."""
         try:
             yield
         except (TrakLiteError, torch.OutOfMemoryError):
@@ -510,7 +508,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             # If the plain forward pass fails too, raise its error instead.
             with torch.no_grad():
                 self.terms(batch)
-            raise UnsupportedModelError(message(error)) from error
+            raise UnsupportedModelError(self._message(error)) from error
 
 
 def joined_terms(parts: Sequence[OutputTerms]) -> OutputTerms:
@@ -534,11 +532,7 @@ def _private_buffers(tree: ModelTree) -> Iterator[None]:
 
 
 def refuse_batch_statistics(tree: ModelTree) -> None:
-    """Raise if a batch-normalisation layer would mix the samples of a batch.
-
-    Raises:
-        UnsupportedModelError: If there are such layers; the message names them.
-    """
+    """Raise if a batch-normalisation layer would mix the samples of a batch."""
     mixing = [
         name
         for name, module in tree.named_modules
@@ -576,13 +570,9 @@ def refusal(error: UnsupportedModelError) -> str:
 def refuse_detached(
     model: nn.Module, task: AbstractModelOutput, batch: Batch, kept: Mapping[str, Tensor]
 ) -> None:
-    """Raise if f is detached from the model, or if a computer missed a nonzero gradient.
+    """Raise if f is detached from autograd, or if autograd finds a nonzero gradient; called if all of a batch are zero.
 
-    Called only when every gradient of a batch is zero. This is correct if f does not depend on the kept parameters
-    (an expert that receives no sample), and wrong if f is detached from autograd.
-
-    Raises:
-        UnsupportedModelError: If f does not require grad, or autograd finds a nonzero gradient.
+    Zeros are right if f does not depend on the kept parameters (an expert that receives no sample).
     """
     parameters = dict(model.named_parameters())
     with differentiating_only(parameters.values(), parameters), torch.enable_grad():

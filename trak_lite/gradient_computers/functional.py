@@ -92,7 +92,7 @@ class FunctionalGradientComputer(AbstractStreamingComputer):
         for rows in [slice(row, row + 1) for row in range(count)] if singly else self._chunks(count):
             part = take_rows(batch, rows)
             leaves, rebuild = flatten_batch(part)
-            with self._refusing(part, self._message):
+            with self._refusing(part):
                 grads, terms = transformed(values, leaves)
             all_terms.append(terms)
             any_nonzero = any_nonzero or any(bool(grad.any()) for grad in grads.values())

@@ -85,7 +85,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
                 "sliced on axis 0; turn nested or sparse ones into padded or dense ones (to_padded_tensor, to_dense) "
                 "in to_batch."
             ) from error
-        with self._refusing(batch, self._message):
+        with self._refusing(batch):
             terms = self.terms(one)
         grads = {}
         if terms.output.requires_grad:

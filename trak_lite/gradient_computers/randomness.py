@@ -144,11 +144,7 @@ def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, 
 
 
 def refuse_reading_of_flags(computer: CheckedComputer, batch: Batch, kept: Kept) -> None:
-    """Raise if f of the first sample is another one while only the kept parameters require grad, as in a pass.
-
-    Raises:
-        UnsupportedModelError: If f changes with the flags.
-    """
+    """Raise if f of the first sample is another one while only the kept parameters require grad, as in a pass."""
     model = computer.model
     if all(p.requires_grad == (name in kept) for name, p in model.named_parameters()):
         return
@@ -199,12 +195,7 @@ def _exceeds_rounding(
 
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
-    """Raise if f of some samples changes with what the model draws or changes in eval mode.
-
-    Raises:
-        UnsupportedModelError: If f changes with random numbers or buffers, or a pass changes parameters by what it
-            computes; the message names the operations that draw, the buffers, or the parameters.
-    """
+    """Raise if f of some samples changes with what the model draws, or with buffers or parameters that it changes."""
     buffers = [(name, held, version_of(held)) for name, held in computer.model.named_buffers()]
     weights, put_back = _sizes(computer.model), _state_kept(computer.model)
 

@@ -67,13 +67,7 @@ class CheckedComputer(Protocol):
 def gradients_alone(
     computer: CheckedComputer, batch: Batch, row: int, kept: Kept, take: Callable[[str, Tensor], None]
 ) -> None:
-    """Call ``take`` with the gradient ``(1, P)`` of f of a row for each parameter; one gradient is held at a time.
-
-    Parameters that f does not depend on are left out.
-
-    Raises:
-        UnsupportedModelError: If the model does not run on this batch.
-    """
+    """Call ``take`` with the gradient ``(1, P)`` of f of a row for each parameter that f depends on, one at a time."""
     passes: list[int] = []
 
     def begin(_: Tensor) -> None:
@@ -169,11 +163,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @contextmanager
 def naming_graph_failures(model: str = "The model") -> Iterator[None]:
-    """Replace torch's errors about the graph of a backward pass by ones that name the cause.
-
-    Raises:
-        UnsupportedModelError: If the model holds a tensor with an earlier pass's graph, or uses a reentrant checkpoint.
-    """
+    """Replace torch's errors about the graph of a backward pass by ones that name the cause."""
     try:
         yield
     except UnsupportedModelError:

@@ -75,10 +75,7 @@ class ReplayedComputer(CheckedComputer, Protocol):
         """Leave the self-check out in the block, off its schedule."""
 
     def structure(self, batch: Batch, /) -> tuple[Any, int]:
-        """Return the structure of a batch by which checks are kept.
-
-        And the largest number of batches from one comparison to the next; 0 if they cannot be replayed.
-        """
+        """Return the key of the checks of such a batch, and the most batches from one compared to the next, or 0."""
 
 
 class _Pass(NamedTuple):
@@ -195,10 +192,9 @@ class Replays:
         is_scratch: Callable[[Tensor], bool],
         to_come: float | None = None,
     ) -> Sequence[Tensor]:
-        """Return what ``work`` returns for a batch, possibly by a replay.
+        """Return what ``work`` returns for a batch, possibly by a replay; see :meth:`AbstractGradientComputer.run`.
 
-        The arguments are those of :meth:`AbstractGradientComputer.run`. Recordings end with the projector. Without
-        ``to_come``, as many batches are expected as there were.
+        Recordings end with the projector. Without ``to_come``, as many batches are expected as there were.
 
         Raises:
             SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
@@ -294,9 +290,6 @@ class Replays:
 
         Equal bits show that nothing had changed until then. Where something has changed since that is compared before
         replays, a pass would show nothing. If not ``complete``, only forget the batches, which hold the projector.
-
-        Raises:
-            SelfCheckError: As in :meth:`run`.
         """
         waiting = [kind for kind in self._kinds.values() if kind.uncompared is not None]
         if waiting and complete:

@@ -481,10 +481,7 @@ def _repeated(
 def _equal_in_float64(
     computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int], needs_whole: bool
 ) -> list[Tensor] | None:
-    """Raise if gradients differ in float64, where no tie is decided by rounding.
-
-    Returns the numbers ``(W,)`` of the gradients in float64, by position; ``None`` if equality was not shown.
-    """
+    """Raise if gradients differ in float64, where no tie is decided by rounding; return them if they are equal."""
     if not fits_in_float64(computer.model):
         return None
     computer.undo_passes()
@@ -582,9 +579,6 @@ def refuse_changing(computer: CheckedComputer, batch: Batch) -> None:
     """Raise if f of the same samples differs from pass to pass although torch draws the same numbers.
 
     It takes several passes, and is only called where the model would be refused, or a warning given, anyway.
-
-    Raises:
-        SelfCheckError: If f differs in float64 or, where the model does not run in it, in its own dtype.
     """
     if is_sharded(computer.model):  # every pass needs all ranks
         return

@@ -89,12 +89,11 @@ class HookGradientComputer(AbstractStreamingComputer):
     this.
 
     In :meth:`run`, which the package's own loops use, the torch operations of a batch are recorded and replayed for
-    later ones of the same shape, without hooks, rules and autograd's graph, if enough batches follow for this to save
-    time. The first replay is compared bit by bit with the pass; later ones are compared in the batches of the
-    self-check, in every 8th if samples are flattened into one axis or the forward pass reads values, and at the end. A
-    batch in which Python would read another value runs the pass. At most 64 recordings, which hold about 256 MiB, are
-    kept, for texts of varying length those of some lengths. Models with hooks, random numbers, or Python state that a
-    pass changes are not replayed; the log says why (level INFO).
+    later ones of the same shape, if enough batches follow for this to save time. The first replay is compared bit by
+    bit with the pass; later ones are compared in the batches of the self-check, in every 8th if samples are flattened
+    into one axis or the forward pass reads values, and at the end. At most 64 recordings, which hold about 256 MiB, are
+    kept. Models with hooks, random numbers, or Python state that a pass changes are not replayed; the log says why
+    (level INFO).
 
     The model runs more than once per batch: two to four times more for a new structure, and once for every compared
     sample. State that its forward pass writes in eval mode (a counter, the table of an embedding with ``max_norm``) is
@@ -201,7 +200,7 @@ class HookGradientComputer(AbstractStreamingComputer):
     def structure(self, batch: Batch) -> tuple[Any, int]:
         """Return the key of the checks of such a batch, and the most batches from one compared to the next.
 
-        0 if its batches may run the same operations on rows of other samples, as far as its plan knows.
+        The number is 0 if other batches may run the same operations on rows of other samples.
         """
         structure = self._structure(batch, select_parameters(self.model, self.grad_wrt))
         key = self._paths.get(structure, structure)
@@ -216,7 +215,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                 f"{names[:5]} are complex, but gradient rules need real parameters. Use two real parameters with "
                 "torch.view_as_complex."
             )
-        with self._refusing(batch, self._message), self._prepared(kept) as read:
+        with self._refusing(batch), self._prepared(kept) as read:
             structure = self._structure(batch, kept)
             self.checks.refuse_failed(structure)
             key = self._paths.get(structure, structure)
@@ -342,11 +341,7 @@ class HookGradientComputer(AbstractStreamingComputer):
 
     @contextmanager
     def _prepared(self, kept: Kept) -> Iterator[Kept]:
-        """Let only the kept parameters require grad, and run compiled parts of the model eagerly.
-
-        Yields:
-            The tensors that operations read: the kept parameters, or their gathered tensors if the model is sharded.
-        """
+        """Let only the kept parameters require grad, and yield what operations read: these, or gathered shards."""
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # without this import, nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -416,9 +411,6 @@ class HookGradientComputer(AbstractStreamingComputer):
         """Refuse a model that moves rows by values, if f of a sample is another one in half of its batch.
 
         An expert with a capacity drops the last samples of some batches, which a few samples need not show.
-
-        Raises:
-            MixedSamplesError: If f differs.
         """
         if self.self_check and self._sharded is None and any(plan.may_mix for plan in self._plans.values()):
             with self._products(), self._prepared(select_parameters(self.model, self.grad_wrt)):

@@ -320,11 +320,7 @@ class GradientPass(AbstractInterceptor):
     # Backward
 
     def backward(self, output: Tensor) -> None:
-        """Run the backward pass of ``output.sum()``.
-
-        Raises:
-            UnsupportedModelError: If the model ran other operations than planned, or one cannot be split by sample.
-        """
+        """Run the backward pass of ``output.sum()``."""
         if self._cursor != len(self._plan.sites) and not self._plan.routed:
             raise UnexpectedPathError(
                 f"The model ran {self._cursor} operations on its parameters, but {len(self._plan.sites)} for the first "
@@ -373,11 +369,7 @@ class GradientPass(AbstractInterceptor):
 def _on_gradients(
     outputs: Sequence[Tensor], arrived: Callable[[Sequence[Tensor | None]], None], call: OperationCall | None
 ) -> None:
-    """Call ``arrived`` with the gradients of results, after hooks of the model on the results have changed them.
-
-    The results are those of one operation (``call``), of a module, or of a recurrent layer. The model may write into
-    them later.
-    """
+    """Call ``arrived`` with the gradients of results after the model's hooks; it may write into the results later."""
     if len(outputs) > 1:
         torch.autograd.graph.register_multi_grad_hook(
             [tensor for tensor in outputs if tensor.requires_grad], arrived, mode="all"

@@ -94,10 +94,7 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
     def _watching_captures(
         self, operator: HigherOrderOperator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Return the arguments with functions that refuse to read watched tensors that are no arguments.
-
-        torch.compile would make what they capture arguments, and only arguments have gradients.
-        """
+        """Return the arguments with functions that refuse captured watched tensors, which would have no gradient."""
         mode = _RefusingCaptures(operator, self.watched, tensors_of((args, dict(kwargs))))
         # A graph has parameters as arguments.
         args = tuple(

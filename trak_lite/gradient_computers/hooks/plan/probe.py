@@ -99,11 +99,7 @@ class Plan:
         return self.routed or (self.chooses_in_python and not self.reads_only_quantifiers)
 
     def route(self) -> None:
-        """Identify operations by ``Site.use`` instead of their order from now on.
-
-        Raises:
-            UnsupportedModelError: If the same use has a batch axis at one site and none at another.
-        """
+        """Identify operations by ``Site.use`` instead of their order from now on."""
         self.routed = True
         for first, *others in self.uses.values():
             if any(site.batched != first.batched for site in others):
@@ -127,9 +123,6 @@ def make_plan(
 
     ``evaluate`` returns f, ``(B,)``, of a batch. If the model's first run differs from the second one, and it
     ``may_repeat``, it runs again.
-
-    Raises:
-        UnsupportedModelError: If samples are mixed, or their batch axis cannot be found.
     """
 
     def recorded(count: int, smaller: Recorder | None = None) -> tuple[Recorder, Tensor]:
@@ -194,11 +187,7 @@ def _recorded(
 
 
 def _relevant(two: Recorder, three: Recorder, plan: Plan) -> list[tuple[int, int]]:
-    """Add a site for each operation that reads a parameter or shared value; return the record indices of both runs.
-
-    Raises:
-        UnsupportedModelError: If the operations differ between the batch sizes, or mix samples.
-    """
+    """Add a site for each operation that reads a parameter or shared value; return the record indices of both runs."""
     shared: tuple[dict[int, tuple[str, ...]], ...] = ({}, {})
     reading = _reading_parameters(two.records, shared[0]), _reading_parameters(three.records, shared[1])
     pairs = []

@@ -123,11 +123,7 @@ def num_sequences(args: Sequence[Any]) -> int:
 
 
 def is_recurrence(kind: str, args: Sequence[Any]) -> bool:
-    """Whether a recurrent operation has no projection of its state.
-
-    Raises:
-        UnsupportedModelError: If it projects the state of a packed sequence.
-    """
+    """Whether a recurrent operation has no projection of its state; raise if it projects that of a packed sequence."""
     state = args[2 if _is_packed(args) else 1]
     if kind != "lstm" or state[0].shape[-1] == state[1].shape[-1]:
         return True
@@ -143,9 +139,6 @@ def run_recurrent(kind: str, args: Sequence[Any], *, order: Tensor | None, tap: 
     """Run ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` or ``torch.rnn_relu``.
 
     ``order`` is the sample of each row of a packed sequence. ``tap`` is called for each tensor that needs a gradient.
-
-    Raises:
-        UnsupportedModelError: If dropout is active between layers.
     """
     count = num_sequences(args)
     if _is_packed(args):
