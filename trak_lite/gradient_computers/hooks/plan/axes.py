@@ -84,5 +84,4 @@ def sum_to_parameter(grads: Tensor, shape: Sequence[int]) -> Tensor:
     extra = grads.dim() - 1 - len(shape)
     if extra:
         grads = grads.sum(tuple(range(1, 1 + extra)))
-    stretched = [i + 1 for i, size in enumerate(shape) if size == 1 and grads.shape[i + 1] != 1]
-    return grads.sum(stretched, keepdim=True) if stretched else grads
+    return grads.sum_to_size(len(grads), *shape)
