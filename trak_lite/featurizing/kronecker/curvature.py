@@ -332,9 +332,7 @@ class PreconditionedProjector(AbstractProjector):
     estimate :math:`g^\top (H + \lambda I)^{-1} g'`.
     """
 
-    def __init__(
-        self, projector: AbstractProjector, accumulator: Callable[..., Accumulator]
-    ) -> None:
+    def __init__(self, projector: AbstractProjector, accumulator: Callable[..., Accumulator]) -> None:
         """Take what returns accumulators of features of gradients times an inverse, for the projector."""
         super().__init__(
             projector.grad_dim, projector.proj_dim, projector.seed, projector.proj_type, projector.device
