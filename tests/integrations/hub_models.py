@@ -17,7 +17,7 @@ WHY = "the Hugging Face integration is tested where its packages are installed: 
 for _needed in ("transformers", "tokenizers", "datasets", "peft", "accelerate"):
     if importlib.util.find_spec(_needed) is None:
         pytest.skip(WHY, allow_module_level=True)
-transformers, peft = Late("transformers"), Late("peft")
+transformers, peft, accelerate = Late("transformers"), Late("peft"), Late("accelerate")
 tokenizers, datasets = Late("tokenizers"), Late("datasets")
 VOCABULARY, PAD, IGNORED = 40, 0, -100
 PRECISE, ROUNDED = {"rtol": 1e-9, "atol": 1e-11}, {"rtol": 1e-6, "atol": 1e-6}

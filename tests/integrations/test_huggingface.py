@@ -2,13 +2,13 @@
 
 import copy
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache
 
 import hub_models as hub
 import numpy as np
 import pytest
 import torch
-from hub_models import EXACT, peft, transformers
+from hub_models import EXACT, accelerate, peft, transformers
 from late import Late
 from tiny_runs import adam_scale
 from torch import nn
@@ -304,7 +304,10 @@ def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path):
         return transformers.GPT2LMHeadModel.forward(model, *args, **inputs)
 
     vars(model)["_original_forward"] = fused
-    model.forward = prepared = wraps(model.forward)(lambda **inputs: pytest.fail("the 16 bit forward ran"))
+    prepared = accelerate.utils.convert_outputs_to_fp32(
+        lambda **inputs: pytest.fail("the 16 bit forward ran")
+    )
+    model.forward = prepared
     attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT)
     attributor.featurize(trainer.train_dataset)
     assert calls

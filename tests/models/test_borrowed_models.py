@@ -1,6 +1,7 @@
 """Models that change in eval mode: they keep values computed from parameters, as LeViT, rescale, as RWKV, or merge."""
 
 import copy
+import gc
 
 import numpy as np
 import pytest
@@ -531,3 +532,27 @@ def test_a_model_may_define_equality():
     model = Equal(4, 3)
     states = [copied(model)]
     assert_right(scores(model), lambda: nn.Linear(4, 3), states)
+
+
+def test_a_forward_method_that_keeps_the_former_one_is_the_models():
+    """Accelerate keeps it by this name as well."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    vars(model)["_original_forward"] = model.forward
+    model.forward = lambda x: 3.0 * nn.Linear.forward(model, x)
+    scaled = nn.Linear(4, 3)
+    scaled.load_state_dict({name: 3.0 * value for name, value in model.state_dict().items()})
+    found, expected = (Attributor(m, "image_classification", None, projector="none") for m in (model, scaled))
+    products = [a.stream_scores(TRAIN, TRAIN, method=GradDot()).numpy() for a in (found, expected)]
+    np.testing.assert_allclose(products[0], 9.0 * products[1], rtol=1e-4)
+
+
+def test_featurizing_leaves_no_copy_of_the_model_behind():
+    """Not even until the cyclic collector runs, which does not see how large tensors are."""
+    gc.collect()
+    gc.disable()
+    try:
+        Attributor(nn.Linear(4, 3), "image_classification", None, proj_dim=8).featurize(TRAIN)
+        assert not [one for one in gc.get_objects() if type(one).__name__ in ("BorrowedModel", "RowWork")]
+    finally:
+        gc.enable()

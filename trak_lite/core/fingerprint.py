@@ -266,7 +266,7 @@ def _object(value: Any, seen: set[int]) -> dict[str, Any]:
     """Return the class of an object, and the fields of a frozen dataclass or the identity of an object of trak_lite."""
     cls: Any = type(value)
     described = {"object": _describe(cls, seen)}
-    if hasattr(value, "identity") and is_foreign(cls):  # a recipe, rows of a dataset
+    if is_foreign(cls) and hasattr(value, "identity"):  # a recipe, rows of a dataset
         return {**described, "identity": value.identity()}
     parameters: Any = getattr(cls, "__dataclass_params__", None)
     if parameters is not None and parameters.frozen:

@@ -83,6 +83,7 @@ class Capture:
         self._finished: str | None = None
         """Digest of the weights of the finished checkpoint of this name."""
         self._kept: list[tuple[RowNumbers, dict[str, NDArray[Any]]]] = []
+        self._num_kept = 0
         self._marks = ColumnMarks()
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
@@ -183,7 +184,8 @@ class Capture:
         new = ~self._done[rows]
         self._done[rows] = True
         self._kept.append((rows[new], {name: column[new] for name, column in values.items()}))
-        if sum(len(kept) for kept, _ in self._kept) * self._spec.row_bytes > _MOST_KEPT_BYTES:
+        self._num_kept += len(rows)
+        if self._num_kept * self._spec.row_bytes > _MOST_KEPT_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -204,7 +206,7 @@ class Capture:
                         "Capture again, or featurize the saved checkpoints."
                     )
                 workspace.store().open_table(self._path).put(rows[order], values)
-            self._kept = []
+            self._kept, self._num_kept = [], 0
 
     def end(self) -> None:
         """Write the rows; no batch can follow."""
@@ -265,7 +267,7 @@ class Capture:
                 yield
         except SelfCheckError as error:
             if error.rows and self._path:
-                self._kept, self._done[:] = [], False
+                self._kept, self._num_kept, self._done[:] = [], 0, False
                 with self._run.workspace.opened(self._manifest) as workspace:
                     workspace.store().drop_table(self._path)
                 self._path = ""

@@ -289,7 +289,8 @@ class LostModules:
     @property
     def num_measured(self) -> int:
         """Rows of the next batch to measure."""
-        return 0 if self._layout is None or len(self._sums) == 2 else _NUM_MEASURED
+        # More than two where copies of further batches are under way.
+        return 0 if self._layout is None or len(self._sums) >= 2 else _NUM_MEASURED
 
     def add(self, features: NDArray[Any], stored: NDArray[Any], column: Column) -> None:
         """Measure rows ``(b, K)`` of a batch, and the same rows in the dtype of their column."""

@@ -566,12 +566,12 @@ class RowWork:
 
     @functools.cached_property
     def _turns(self) -> Turns:
-        return Turns(self.ranks.lockstep, lambda: self.passes.compute(*self._first))
-
-    @functools.cached_property
-    def _first(self) -> tuple[RowNumbers, Batch]:
-        """A batch of one row, whose pass a rank without a batch runs."""
-        return next(self.passes.rows.batches([np.arange(1)]))
+        passes = (
+            self.passes
+        )  # a reference to self would keep the session, with a copy of the model, in a cycle
+        # A batch of one row, whose pass a rank without a batch runs.
+        first = functools.cache(lambda: next(passes.rows.batches([np.arange(1)])))
+        return Turns(self.ranks.lockstep, lambda: passes.compute(*first()))
 
 
 def _in_storage_dtype(features: Tensor, column: Column) -> tuple[Tensor, Tensor, Tensor]:

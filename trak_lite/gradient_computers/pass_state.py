@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dis
 import functools
@@ -206,8 +205,10 @@ def _slots_of(value: Any) -> list[Any]:
     """Return what an object holds in ``__slots__``, without running code of its class."""
     contents = []
     for member in _members_of(type(value)):  # type: ignore[arg-type]
-        with contextlib.suppress(AttributeError):  # not set
+        try:
             contents.append(member.__get__(value))
+        except AttributeError:  # not set
+            contents.append(_ABSENT)
     return contents
 
 

@@ -287,10 +287,13 @@ def with_own_forward(module: nn.Module) -> Any:
 
     It stays in the model after the training. Rows are those of the model in the dtype of its weights.
     """
-    own = vars(module).get("_original_forward")
-    wrapped = None if own is None else vars(module).pop("forward", None)
+    own, wrapped = (vars(module).get(name) for name in ("_original_forward", "forward"))
+    # Others keep a former method by this name, too.
+    if own is None or not str(getattr(wrapped, "__module__", "")).startswith("accelerate.utils."):
+        return None
+    del vars(module)["forward"]
     # Keep a forward method of another library, for example of fused kernels.
-    if wrapped is not None and getattr(own, "__func__", None) is not type(module).forward:
+    if getattr(own, "__func__", None) is not type(module).forward:
         vars(module)["forward"] = own
     return wrapped
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,9 @@ class StoredValues(dict[str, Any]):
     Types are checked when a value is read, because tables of others may use the same keys for something else.
     """
 
-    def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
+    def __init__(
+        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), *, where: str = "The store"
+    ) -> None:
         super().__init__(values)
         self._where = where
 
