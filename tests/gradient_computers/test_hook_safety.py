@@ -247,6 +247,23 @@ def test_an_output_function_that_reads_a_parameter_gets_its_gradient_or_is_refus
         assert_exact(model, (rows(3),), output, computer=computer)
 
 
+def test_samples_that_an_output_function_orders_in_some_batches_are_refused():
+    """The first batch has equal lengths, so that its plan knows nothing of the order of the others."""
+
+    def output(call, batch):
+        x, lengths = batch
+        if bool((lengths == lengths[0]).all()):
+            return call(x).sin().sum(1)
+        order = lengths.argsort()
+        return call(x[order])[order.argsort()].sin().sum(1)
+
+    model = nn.Linear(4, 2).double()
+    computer = assert_exact(model, (rows(3), torch.tensor([2, 2, 2])), output)
+    assert_exact(model, (rows(3), torch.tensor([5, 5, 5])), output, computer=computer)
+    with pytest.raises(UnsupportedModelError, match="may mix samples"):
+        collect_gradients(computer, (rows(3), torch.tensor([3, 1, 2])))
+
+
 # ---- Unused parameters, and the coverage
 def idle_layers(s, x):
     s.unused(x)

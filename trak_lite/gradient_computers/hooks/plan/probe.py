@@ -71,7 +71,7 @@ class Plan:
     uses: dict[Any, list[Site]] = field(default_factory=dict)
     """Sites by ``Site.use``."""
     chooses_in_python: bool = False
-    """Whether the model's forward pass reads values, so that a branch may depend on the other samples."""
+    """Whether values are read before the last operation, so that a branch may depend on the other samples."""
     reads_only_quantifiers: bool = False
     """Whether it reads values of ``all`` and ``any`` only, so that some sample alone takes the branch of a batch."""
     dtypes: frozenset[torch.dtype] = frozenset()
@@ -138,19 +138,20 @@ def make_plan(
                 two = again
                 three, outputs = recorded(3, two)
         plan = Plan(
-            chooses_in_python=two.read_by_model > 0,
-            reads_only_quantifiers=two.reads_only_quantifiers and three.reads_only_quantifiers,
             runs_functions=two.runs_functions or three.runs_functions,
             dtypes=frozenset(tensor.dtype for record in three.records for tensor in record.outputs),
         )
         pairs = _relevant(two, three, plan)
+        last_of_two, last_of_three = pairs[-1] if pairs else (-1, -1)
+        choices = _choices(two, last_of_two)
+        plan.chooses_in_python = bool(choices)
+        plan.reads_only_quantifiers = all(choices + _choices(three, last_of_three))
         plan.only_in_model = all(three.records[index].in_model for _, index in pairs)
         if [record.function for record in two.records] != [record.function for record in three.records]:
             plan.doubt()  # a loop over samples outside the operations on parameters may move their rows
         _assign_owners(plan, [three.records[index] for _, index in pairs], outputs)
         if any(site.routed for site in plan.sites):
             plan.route()
-        last_of_two, last_of_three = pairs[-1] if pairs else (-1, -1)
         if _numbers_before(two, last_of_two) != _numbers_before(three, last_of_three):
             plan.doubt()  # Python read values per sample, and may have sliced or ordered rows by them
     return plan
@@ -174,7 +175,16 @@ def sample_on_path(model: nn.Module, kept: Kept, batch: Batch, evaluate: _Evalua
 
 def _numbers_before(recorder: Recorder, last: int) -> int:
     """Return how many tensor values Python read before record ``last``, the last one that reads parameters."""
-    return sum(count for index, count in recorder.reads if index <= last)
+    return sum(count for index, count, _, _ in recorder.reads if index <= last)
+
+
+def _choices(recorder: Recorder, last: int) -> list[bool]:
+    """Return the kinds of reads that may choose a path: by the model, or before the last record that reads parameters.
+
+    The output function may order samples by their values before it calls the model.
+    """
+    reads = recorder.reads
+    return [is_quantifier for index, _, in_model, is_quantifier in reads if in_model or index <= last]
 
 
 def _recorded(

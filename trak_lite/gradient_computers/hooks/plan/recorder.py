@@ -109,12 +109,9 @@ class Recorder(AbstractInterceptor):
         """Tensors whose rows may belong to any sample, and tensors computed from them, with the reasons; by ``id``, and
         for tensors written in place also by memory key."""
         self.seen: list[_Seen] = []
-        self.reads: list[tuple[int, int]] = []
-        """One entry per read of tensor values by Python: the number of records so far, and the number of values."""
-        self.read_by_model = 0
-        """Number of values that Python read while the model ran, not the output function."""
-        self.reads_only_quantifiers = True
-        """Whether all of these are results of ``all`` or ``any`` over the whole batch, read one at a time."""
+        self.reads: list[tuple[int, int, bool, bool]] = []
+        """One entry per read of tensor values by Python: the number of records so far, the number of values, whether
+        the model read them, not the output function, and whether it is one result of ``all`` or ``any``."""
         self._quantifiers: dict[int, Tensor] = {}
         """Results of ``all`` and ``any``."""
         self._smaller = smaller.seen if smaller is not None else None
@@ -139,11 +136,8 @@ class Recorder(AbstractInterceptor):
         result = super().__torch_function__(func, types, args, kwargs)
         tensors = tensors_of(written(func, args, result))
         if num_read:
-            self.reads.append((len(self.records), num_read))
-            if self.depth:
-                self.read_by_model += num_read
-                of_quantifier = bool(args) and id(args[0]) in self._quantifiers
-                self.reads_only_quantifiers &= of_quantifier and num_read == 1
+            of_quantifier = num_read == 1 and bool(args) and id(args[0]) in self._quantifiers
+            self.reads.append((len(self.records), num_read, self.depth > 0, of_quantifier))
         if getattr(func, "__name__", "") in ("all", "any"):
             self._quantifiers.update((id(t), t) for t in tensors)
         if value_free:
