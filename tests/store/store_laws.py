@@ -35,7 +35,23 @@ from trak_lite.store import Column, Manifest, TableSpec
 __all__ = ["StoreTests"]
 
 _MANIFEST = Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 0}}, {"trak_lite": "test"})
-_BAD_NAMES = ["", "..", ".hidden", "a/../b", "/a", "a//b", "a b", "é", "x" * 65, "zarr.json", "a/", 3]
+_BAD_NAMES = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "a/../b",
+    "a..b",
+    "/a",
+    "a//b",
+    "a/",
+    ".hidden",
+    "a b",
+    "a\0",
+    "é",
+    "a\n",
+]
+_BAD_NAMES += ["a\\b", "~", "$HOME", "a:b", "%2e%2e", "x" * 65, "zarr.json", "a/zarr.json", "ZARR.JSON", 3]
 _LARGEST = {"int8": 127, "int4": 7}
 _QUANTISED = pytest.mark.parametrize("dtype", list(_LARGEST))
 _DTYPES = pytest.mark.parametrize("dtype", ["float16", *_LARGEST])
@@ -380,13 +396,24 @@ class StoreTests(ABC):
         _raises(InvalidInputError, None, store.create_table, "ckpt-0", replace(_SPEC, **change))
         assert store.table_names() == []
 
-    @pytest.mark.parametrize("name", _BAD_NAMES)
-    def test_names_that_are_no_folder_names_are_refused(self, store, name):
-        """All methods that take a name refuse it."""
-        for use in (store.cache, store.put_entry):
-            _raises(InvalidInputError, None, use, name, "key", np.zeros(1))
-        _raises(InvalidInputError, None, store.create_table, name, _SPEC)
-        _raises(InvalidInputError, None, store.open_table, name)
+    def test_names_that_are_no_folder_names_are_refused(self, tmp_path, store):
+        """All methods that take a name refuse it, and no file comes to be, in the store or outside of it."""
+        before, zeros, said = sorted(tmp_path.rglob("*")), np.zeros(1), "name|must be a string"
+        for name in _BAD_NAMES:
+            for use in (store.open_table, store.drop_table, store.drop_entry, store.attributes):
+                _raises(InvalidInputError, said, use, name)
+            for use in (store.cached, store.entry):
+                _raises(InvalidInputError, said, use, name, "key")
+            for use in (store.cache, store.put_entry):
+                _raises(InvalidInputError, said, use, name, "key", zeros)
+            _raises(InvalidInputError, said, store.grow_table, name, 12)
+            columns = (Column(name, 2, "float32"),)
+            for given in ((name, _SPEC), ("t", TableSpec(4, columns, 4))):
+                _raises(InvalidInputError, said, store.create_table, *given)
+            if name:
+                _raises(InvalidInputError, said, store.table_names, name)
+        assert sorted(tmp_path.rglob("*")) == before
+        assert store.table_names() == store.entry_names() == []
 
     def test_a_store_for_reading_refuses_to_write(self, path, store, table):
         """Every change raises an error; a derived array is not stored, without an error."""
