@@ -44,27 +44,6 @@ def test_plain_zarr_reads_every_column_bitwise(full):
     assert group[NAME].attrs["trak_lite"]["fingerprint"] == SPEC.fingerprint
 
 
-def test_xarray_reads_a_finished_store(full):
-    """By its root and by its table, float16 and float32, bitwise."""
-    xarray = pytest.importorskip("xarray", reason="xarray is not installed; it is in the extra 'tables'")
-    by_group = xarray.open_zarr(full, group=NAME, consolidated=False)
-    with by_group, xarray.open_zarr(folder(full), consolidated=False) as by_folder:
-        assert by_folder["features"].dims == ("row", "features_dim")
-        for name, rows in values(range(11)).items():
-            for found in (by_folder[name].values, by_group[name].values):
-                assert (found.dtype, found.tobytes()) == (rows.dtype, rows.tobytes())
-
-
-@pytest.mark.parametrize("more", [1, 3, 4, 5])
-def test_plain_zarr_reads_a_grown_table(full, more):
-    with ZarrFeatureStore.open(full, "r+") as store:
-        store.grow_table(NAME, 11 + more).put(11, values(range(11, 11 + more)))
-    for name, expected in values(range(11 + more)).items():
-        array = zarr.open(folder(full, name), mode="r")
-        assert array[:].tobytes() == expected.tobytes()
-        assert array.chunks[0] == 4
-
-
 def test_documents_are_those_that_zarr_would_write(full, tmp_path):
     """Key by key: whoever reads them knows nothing of who has written them."""
     made = zarr.create_array(

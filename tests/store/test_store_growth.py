@@ -1,7 +1,6 @@
 """Tables that grow, are dropped or made anew, and stores that are merged, beside readers and writers from before."""
 
 import errno
-import fcntl
 import itertools
 import os
 import shutil
@@ -248,26 +247,3 @@ def test_a_damaged_part_is_not_merged_and_stores_are_compared_without_reading_th
     os.unlink(cases.commit_log(copy))
     with ZarrFeatureStore.open(full) as here, ZarrFeatureStore.open(copy) as there:
         raises(CorruptStoreError, None, here.diff, there)
-
-
-def test_of_two_who_grow_a_table_at_once_one_is_told(full):
-    """The other one grew it between the look at its size and the lock."""
-    with ZarrFeatureStore.open(full, "r+") as store:
-        store.open_table(NAME)
-        said = "another number of rows now, because another writer has grown it"
-        with cases.first_call(fcntl, "flock", lambda *_: grow(full, 20)):
-            raises(BusyError, said, store.grow_table, NAME, 15)
-        assert store.open_table(NAME).spec.num_rows == 20
-        assert store.grow_table(NAME, 21).spec.num_rows == 21
-
-
-def test_a_merge_that_was_interrupted_is_repeated(tmp_path, full):
-    path = str(tmp_path / "merged.zarr")
-    with ZarrFeatureStore.create(path, MANIFEST) as store, ZarrFeatureStore.open(full) as part:
-        with cases.failing_call("pwrite", 7, *[OSError(errno.EIO, "broken")] * 99):
-            raises(StoreError, "broken", store.merge, [part])
-        first = len(done_rows(path))
-        assert first < 11
-        assert store.merge([part]) == {NAME: 11 - first}
-        assert store.diff(part) == ()
-    finish(path, 11)

@@ -90,17 +90,6 @@ def test_a_request_that_fails_leaves_the_rows_staged(bucket, here, there, key, m
     check_rows(there.reader())
 
 
-def test_an_object_that_is_no_record_costs_no_staged_row(bucket, here):
-    table = here.table()
-    bucket.kept[RECORD] = b"garbage"
-    with pytest.raises(CorruptStoreError, match=r"Remove it, then run again: the rows are still staged"):
-        table.put(0, values(range(4)))
-    assert table.pending().tolist() == [*range(4, 11)]
-    del bucket.kept[RECORD]
-    assert here.table().committed_chunks() == [0]
-    here.finish()
-
-
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_what_a_dead_writer_left_uncommitted_is_used_or_replaced(bucket, here, there, attempt):
     """Its objects are replaced once the commit record is won, if they differ; if it wakes up, it changes nothing."""
@@ -276,17 +265,6 @@ def test_records_that_contradict_the_table_are_damage(bucket, here, change):
     assert finding.level == "damage"
     if "rows" in change:
         raises(CorruptStoreError, "for 3 rows", here.reader)
-
-
-def test_a_staged_chunk_that_changed_is_not_put(bucket, here):
-    """A bit that flips on the local disk stays there."""
-    killed_at(bucket, FIRST, here)
-    (path,) = here.folder.rglob("0.rows")
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    table = here.table()
-    assert not table.done()[:4].all()
-    assert FIRST not in bucket.kept
-    here.finish()
 
 
 def test_a_drop_that_was_interrupted_is_finished_by_creating_anew(bucket, here, there):
