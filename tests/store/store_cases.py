@@ -482,25 +482,6 @@ def failing_for(name, which, error):
         yield
 
 
-@contextlib.contextmanager
-def first_call(owner, name, before):
-    """Do something just before the first call of a function: what another process does between two steps."""
-    real = getattr(owner, name)
-
-    def late(*arguments, **keywords):
-        patched.stop()
-        before(*arguments, **keywords)
-        return real(*arguments, **keywords)
-
-    patched = mock.patch.object(owner, name, late)
-    patched.start()
-    try:
-        yield
-    finally:
-        if getattr(owner, name) is late:
-            patched.stop()
-
-
 class Killed(BaseException):
     """The process is gone; what the disk held at that moment is all that is left."""
 

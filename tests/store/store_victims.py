@@ -21,7 +21,7 @@ import store_cases
 from store_cases import LONG, MANIFEST, NAME, SPEC, failing_call, open_for_writing, put_pending, values
 
 from trak_lite import errors
-from trak_lite.store import Column, Manifest, TableSpec, create_store, open_store
+from trak_lite.store import Column, TableSpec, create_store, open_store
 
 SPECS = {"plain": SPEC, "packed": store_cases.PACKED, "long": LONG}
 
@@ -63,23 +63,6 @@ def write_beside_a_child(path):
     done = np.flatnonzero(table.done()).tolist()
     table.put(1, values(range(1, 4)))
     return done
-
-
-def create(path, seed, jump=0):
-    """Create a store and a table beside others who do the same, by a clock that is off."""
-    real = time.time
-    time.time = lambda: real() + jump
-    for _ in range(20):
-        try:
-            create_store(path, Manifest({"seed": seed})).create_table(NAME, SPEC)
-        except errors.ManifestMismatchError as error:
-            return type(error).__name__
-        except errors.StoreError:
-            if not jump:
-                raise
-        else:
-            return "made"
-    raise AssertionError("creation failed 20 times")
 
 
 def look_as_nobody(path):

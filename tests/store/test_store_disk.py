@@ -270,7 +270,7 @@ def test_a_refused_put_writes_not_one_byte(path):
 def test_what_a_killed_creation_left_is_removed_later(tmp_path, victims):
     """Once it is old, and unless somebody is still at it."""
     path = str(tmp_path / "run.zarr")
-    assert victims.killed("folder_built:1", "create", path, 0)
+    assert victims.killed("folder_built:1", "put_row", path, 0)
     (abandoned,) = (name for name in os.listdir(tmp_path) if ".new-" in name)
     for name in ("living", "young"):
         (tmp_path / f".run.zarr.new-{name}").mkdir()
@@ -288,19 +288,6 @@ def test_a_creation_that_fails_cleans_up(tmp_path, error):
     with cases.failing_call("rename", 1, error), pytest.raises((KeyboardInterrupt, StoreError)):
         ZarrFeatureStore.create(tmp_path / "run.zarr", MANIFEST)
     assert os.listdir(tmp_path) == []
-
-
-def test_one_of_many_creators_wins_and_the_others_compare(tmp_path, victims):
-    """Also where some clocks are off by days, so that what others build seems to be abandoned."""
-    path = str(tmp_path / "run.zarr")
-    order = [(0, 0), (1, 10**6), (0, -(10**6)), (1, 0), (0, 10**6), (1, 0)]
-    started = [(seed, victims.start("create", path, seed, jump)) for seed, jump in order]
-    answers = {(seed, victims.wait(pid)[1]) for seed, pid in started}
-    with ZarrFeatureStore.open(path) as store:
-        winner = store.manifest.fingerprint["seed"]
-        assert answers == {(winner, "made"), (1 - winner, "ManifestMismatchError")}
-        assert store.table_names() == [NAME]
-    assert [name for name in os.listdir(tmp_path) if ".new-" not in name] == ["run.zarr"]
 
 
 @pytest.mark.parametrize("moment", ["made", "opened", "held"])
@@ -329,12 +316,17 @@ def test_a_creation_begins_anew_if_its_folder_is_swept_before_it_is_locked(tmp_p
 
 
 @pytest.mark.parametrize("step", ["mkdir", "rename"])
-def test_whoever_is_second_opens_what_the_first_made(tmp_path, step):
+def test_whoever_is_second_opens_what_the_first_made(tmp_path, step, monkeypatch):
     """The other one is faster after the first look, or after all is built and the name is taken."""
-    path = str(tmp_path / "run.zarr")
-    with cases.first_call(os, step, lambda *a, **k: ZarrFeatureStore.create(path, MANIFEST)):
-        mine = Manifest({**MANIFEST.fingerprint, "seed": 7})
-        raises(ManifestMismatchError, "seed is 0 there, 7 here", ZarrFeatureStore.create, path, mine)
+    path, mine, real = tmp_path / "run.zarr", Manifest({**MANIFEST.fingerprint, "seed": 7}), getattr(os, step)
+
+    def late(*arguments, **keywords):
+        monkeypatch.undo()
+        ZarrFeatureStore.create(path, MANIFEST)
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(os, step, late)
+    raises(ManifestMismatchError, "seed is 0 there, 7 here", ZarrFeatureStore.create, path, mine)
     assert os.listdir(tmp_path) == ["run.zarr"]
 
 
