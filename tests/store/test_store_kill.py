@@ -191,13 +191,11 @@ def test_a_growth_that_was_interrupted_leaves_the_old_size_and_may_be_taken_furt
 
 
 @pytest.mark.parametrize("step", failpoints.REPAIR_FAILPOINTS)
-def test_a_repair_may_be_killed_at_any_step(tmp_path, step):
+def test_a_repair_may_be_killed_at_any_step(tmp_path, mixed, step):
     """Then a writer resumes, or a second repair finishes; either way no sound row is lost and no wrong one is read."""
     for count in itertools.count(1):
         place = made(Folder, tmp_path / str(count))
-        with cases.writing(place.place) as table:
-            for start, rows in ((0, 8), (8, 1), (9, 1)):
-                table.put(start, values(range(start, start + rows)))
+        shutil.copytree(mixed, place.place)
         cases.flip(cases.folder(place.place, "q/c.1"))
         cases.flip_row(place.place, 2, "w")
         found = killed(place, f"{step}:{count}", repair)
@@ -233,33 +231,6 @@ def test_what_a_killed_drop_left_is_swept_and_stands_in_nobodys_way(tmp_path):
             targets = f"{place.place}/targets"
             assert not os.path.exists(targets) or os.listdir(targets) == ["zarr.json"]
         assert place.check().findings == ()
-
-
-# What a commit record proves.
-
-
-@pytest.fixture
-def recorded(tmp_path):
-    """A writer was killed when its first commit record was synced, and no column visible."""
-    place, _ = killed(made(Folder, tmp_path / "0"), "commit_synced:1", write, SPEC, 11)
-    return place.place
-
-
-def test_a_commit_log_torn_before_the_rename_costs_nothing(recorded):
-    """The record may be torn while no column has its final name: then it does not exist."""
-    whole = cases.content(cases.commit_log(recorded))
-    for cut in (*range(0, len(whole), 3), len(whole) - 1):
-        cases.overwrite(cases.commit_log(recorded), whole[:cut])
-        assert cases.done_rows(recorded) == [0, 1, 2, 3]
-    finish(recorded)
-
-
-def test_a_commit_record_without_its_files_proves_no_row(recorded):
-    """A power cut may take the row log, which is not synced, before the files have their final names."""
-    cases.overwrite(cases.row_log(recorded, 0), b"")
-    assert cases.done_rows(recorded) == []
-    assert check_store(recorded).ok
-    finish(recorded)
 
 
 def test_rows_that_are_done_and_not_committed_are_called_so(tmp_path, capsys):
