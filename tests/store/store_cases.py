@@ -212,17 +212,14 @@ def frames(path, chunk):
     return found
 
 
-def row_byte(path, chunk, array, put=0, row=0, spec=SPEC):
+def flip_row(path, chunk, array, put=0, row=0):
+    """Flip a bit of a row in the frame of one put."""
     _, place, count = frames(path, chunk)[put]
-    for each in spec.arrays:
+    for each in SPEC.arrays:
         if each.name == array:
-            return place + row * each.row_bytes
+            return flip(row_log(path, chunk), place + row * each.row_bytes)
         place += count * each.row_bytes
     raise KeyError(array)
-
-
-def flip_row(path, chunk, array, put=0, row=0, spec=SPEC):
-    flip(row_log(path, chunk), row_byte(path, chunk, array, put, row, spec))
 
 
 def overwrite(path, content):
@@ -281,21 +278,6 @@ def link_away(path, outside):
     os.symlink(outside, path)
 
 
-HARMS = ("flip", "cut", "remove", "zero", "append")
-
-
-def do_harm(path, harm, number):
-    whole = content(path)
-    at = number % max(len(whole), 1)
-    if harm == "remove":
-        os.unlink(path)
-    elif harm == "flip" and whole:
-        overwrite(path, flipped(whole, at, number % 8))
-    else:
-        changed = {"cut": whole[:at], "zero": bytes(len(whole))}.get(harm, whole + b"x" * (1 + number % 99))
-        overwrite(path, changed)
-
-
 # What strangers and broken disks do to files, drawn at random: bytes, checksums, sizes and kinds of files.
 
 STRANGE = (None, True, -1, 0, 1, 2, 3, 10**18, 10**30, 1.5, "", "x", "../x", "\ud800", "c" * 300)
@@ -346,6 +328,19 @@ def edited(whole, pick):
     else:
         parent[key] = pick.choice(STRANGE)
     return json.dumps(document).encode()
+
+
+def one_byte_or_all(path, pick):
+    name, harm = drawn(path, pick), pick.choice(["flip", "cut", "remove", "zero", "append"])
+    number, whole = pick.getrandbits(16), content(name)
+    at = number % max(len(whole), 1)
+    if harm == "remove":
+        os.unlink(name)
+    elif harm == "flip" and whole:
+        overwrite(name, flipped(whole, at, number % 8))
+    else:
+        changed = {"cut": whole[:at], "zero": bytes(len(whole))}.get(harm, whole + b"x" * (1 + number % 99))
+        overwrite(name, changed)
 
 
 def other_bytes(path, pick):
@@ -435,9 +430,7 @@ def exchange_some(path, pick):
 
 
 WAYS = {
-    "one byte or all": lambda path, pick: do_harm(
-        drawn(path, pick), pick.choice(HARMS), pick.getrandbits(16)
-    ),
+    "one byte or all": one_byte_or_all,
     "other bytes": other_bytes,
     "craft": craft,
     "exchange": exchange_some,

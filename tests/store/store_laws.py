@@ -539,15 +539,6 @@ class StoreTests(ABC):
         assert sorted(table.checksums(0)) == ["features", "q"]
         _raises(IncompleteStoreError, "Rows 8 to 10", table.checksums, 2)
 
-    def test_equal_stores_do_not_differ(self, path, store):
-        """``diff`` is empty for equal rows, in any order of putting and in committed and incomplete chunks."""
-        other = self.create(f"{path}-other", _MANIFEST)
-        for each, order in ((store, [0, 9, 4, 6]), (other, [6, 4, 9, 0])):
-            table = each.create_table("ckpt-0", _SPEC)
-            for row in order:
-                table.put([row, row + 1], _values([row, row + 1]))
-        assert store.diff(other) == other.diff(store) == ()
-
     def test_differences_are_named(self, path, store):
         """``diff`` names different settings, tables, fingerprints, done rows, and bytes of chunks and rows."""
         other = self.create(f"{path}-other", Manifest({**_MANIFEST.fingerprint, "proj_dim": 4}))

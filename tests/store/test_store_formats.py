@@ -3,6 +3,7 @@
 import json
 import os
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,26 +74,22 @@ def test_a_store_is_used_without_torch_and_zarr(path, victims):
     assert not {"torch", "zarr"} & set(imported)
 
 
-def counted(call, name, calls):
-    def counting(*arguments, **keywords):
-        calls[name] += 1
-        return call(*arguments, **keywords)
-
-    return counting
+LOOKS = ("lstat", "stat", "open", "listdir", "scandir", "access", "readlink")
 
 
 def test_opening_looks_at_each_file_at_most_once(tmp_path, monkeypatch):
     """So that 100,000 chunks open in seconds: the size of each file is asked for once, and nothing else per chunk."""
     counts = []
     for chunks in (10, 30):
-        path, spec, calls = str(tmp_path / f"{chunks}"), TableSpec(chunks, SPEC.columns, 1), Counter()
+        path, spec = str(tmp_path / f"{chunks}"), TableSpec(chunks, SPEC.columns, 1)
         make(path, range(chunks), spec)
         with monkeypatch.context() as patched:
-            for name in ("lstat", "stat", "open", "listdir", "scandir", "access", "readlink"):
-                patched.setattr(os, name, counted(getattr(os, name), name, calls))
+            looks = {name: mock.Mock(wraps=getattr(os, name)) for name in LOOKS}
+            for name, look in looks.items():
+                patched.setattr(os, name, look)
             with ZarrFeatureStore.open(path) as made:
                 assert made.open_table(NAME).complete
-        counts.append(calls)
+        counts.append(Counter({name: look.call_count for name, look in looks.items()}))
     assert counts[1] - counts[0] == {"lstat": 20 * len(SPEC.columns)}
 
 

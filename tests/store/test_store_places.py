@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from late import Late
 from store_cases import MANIFEST, NAME, SPEC, check_rows, make, open_remote, put_pending, raises, values
 
 from trak_lite.cli import main
@@ -19,7 +18,6 @@ from trak_lite.core import files
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
 from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store
 
-zarr = Late("zarr")
 fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
 obstore_store = pytest.importorskip("obstore.store", reason="obstore is not installed")
 
@@ -41,21 +39,6 @@ def cache(tmp_path, monkeypatch):
 def finished(url):
     with create_store(RemotePlace(url), MANIFEST) as store:
         put_pending(store.create_table(NAME, SPEC))
-
-
-@pytest.mark.parametrize("through", ["fsspec", "obstore"])
-def test_plain_zarr_reads_a_finished_remote_store(tmp_path, url, cache, through):
-    """What was put, with nothing of ours in between."""
-    if through == "fsspec":
-        finished(url)
-        place = zarr.storage.FsspecStore.from_url(url, read_only=True)
-    else:
-        with open_remote(tmp_path) as (_, table):
-            put_pending(table)
-        place = zarr.storage.ObjectStore(obstore_store.LocalStore(tmp_path / "objects"), read_only=True)
-    group = zarr.open_group(place, mode="r")
-    for name, expected in values(range(SPEC.num_rows)).items():
-        np.testing.assert_array_equal(group[f"{NAME}/{name}"][:], expected)
 
 
 def test_rows_are_staged_in_the_cache_folder_and_removed_when_committed(url, cache):
