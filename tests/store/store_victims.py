@@ -17,13 +17,12 @@ if __name__ == "__main__":  # the package without its front door, which imports 
 
 import forking
 import numpy as np
-import store_cases
 from store_cases import LONG, MANIFEST, NAME, SPEC, failing_call, open_for_writing, put_pending, values
 
 from trak_lite import errors
 from trak_lite.store import Column, TableSpec, create_store, open_store
 
-SPECS = {"plain": SPEC, "packed": store_cases.PACKED, "long": LONG}
+SPECS = {"plain": SPEC, "long": LONG}
 
 
 def write(path, done, batch, spec="plain", pause=0):

@@ -423,6 +423,7 @@ def test_never_reads_without_comparing_and_a_checksum_is_computed_once(full, mon
         maps, real = [], mmap.mmap
         monkeypatch.setattr(mmap, "mmap", lambda *a, **k: maps.append(a) or real(*a, **k))
         np.testing.assert_array_equal(table.read_chunk(1, "q"), first)
+        assert maps == []
         found = os.stat(folder(full, "q/c.1"))
         overwrite(
             folder(full, "q/c.1"), cases.flipped(whole, 0, 3)
