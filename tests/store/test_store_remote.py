@@ -280,18 +280,6 @@ def test_a_drop_that_was_interrupted_is_finished_by_creating_anew(bucket, here, 
     there.finish()
 
 
-def test_staged_rows_of_a_table_that_was_made_anew_are_dropped(here, there):
-    """They were computed for another table: its shape says so."""
-    here.table().put(0, values(range(2)))
-    store = there.store()
-    store.drop_table(NAME)
-    store.create_table(NAME, replace(SPEC, chunk_rows=8))
-    assert not here.reader().done().any()
-    again = here.store().open_table(NAME)
-    assert again.spec.chunk_rows == 8
-    assert not again.done().any()
-
-
 def test_a_place_that_cannot_create_exclusively_is_refused(bucket, here):
     """Before anything is put there but the question itself, which is removed."""
     bucket.create = lambda key, content: bucket.kept.update({key: bytes(content)}) or True
