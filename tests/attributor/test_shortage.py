@@ -165,10 +165,18 @@ HANDLERS = {
 }
 
 
+@pytest.fixture
+def handled():
+    """Set the handler of a signal until the end of the test."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield functools.partial(signal.signal, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_an_error_of_a_signal_handler_ends_the_call_at_any_moment(handler, tmp_path):
+def test_an_error_of_a_signal_handler_ends_the_call_at_any_moment(handler, tmp_path, handled):
     """It is neither lost nor an answer of the model: torchrun's agent ends forked ranks by such an error."""
-    before = signal.signal(signal.SIGUSR1, HANDLERS[handler]())
+    handled(HANDLERS[handler]())
 
     def interrupted(passes):
         """Whether the signal came; the call ends with the error of its handler then."""
@@ -184,11 +192,7 @@ def test_an_error_of_a_signal_handler_ends_the_call_at_any_moment(handler, tmp_p
         assert (str(error) == "ended by a signal") == bool(sent), f"pass {passes}"
         return bool(sent)
 
-    try:
-        count = sum(1 for _ in itertools.takewhile(interrupted, itertools.count()))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert count > 8
+    assert sum(1 for _ in itertools.takewhile(interrupted, itertools.count())) > 8
 
 
 class Interrupted:
@@ -209,7 +213,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("when", ["copied", "read", ""])
-def test_an_error_of_a_signal_handler_ends_the_call_at_an_extra_state(when, tmp_path):
+def test_an_error_of_a_signal_handler_ends_the_call_at_an_extra_state(when, tmp_path, handled):
     class Extra(nn.Linear):
         def get_extra_state(self):
             return Interrupted(when)
@@ -217,17 +221,16 @@ def test_an_error_of_a_signal_handler_ends_the_call_at_an_extra_state(when, tmp_
         def set_extra_state(self, state):
             pass
 
-    before = signal.signal(signal.SIGUSR1, Handler(RuntimeError))
+    handled(Handler(RuntimeError))
     made = attributor(tmp_path / "a.zarr", Extra(4, 3), "auto")
-    try:
-        with pytest.raises(RuntimeError, match="ended by") if when else contextlib.nullcontext():
-            made.featurize(Rows(TRAIN, batch_size=8))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(RuntimeError, match="ended by") if when else contextlib.nullcontext():
+        made.featurize(Rows(TRAIN, batch_size=8))
 
 
 @pytest.mark.parametrize("is_before", [False, True])
-def test_an_error_of_a_handler_that_a_model_replaces_ends_the_call_but_not_one_of_before(is_before, tmp_path):
+def test_an_error_of_a_handler_that_a_model_replaces_ends_the_call_but_not_one_of_before(
+    is_before, tmp_path, handled
+):
     """A program may catch a timeout and attribute then; an error of its model is that of the model."""
 
     def replaced():
@@ -239,7 +242,7 @@ def test_an_error_of_a_handler_that_a_model_replaces_ends_the_call_but_not_one_o
     def refused():
         raise ValueError("no prediction")
 
-    before = signal.signal(signal.SIGUSR1, Handler(TimeoutError))
+    handled(Handler(TimeoutError))
     made = attributor(tmp_path / "a.zarr", Failing(refused if is_before else replaced, 1), "auto")
 
     def run():
@@ -250,15 +253,12 @@ def test_an_error_of_a_handler_that_a_model_replaces_ends_the_call_but_not_one_o
             made.featurize(Rows(TRAIN, batch_size=8))
         made.featurize(Rows(TRAIN, batch_size=8))
 
-    try:
-        with pytest.raises(ValueError, match="no prediction") as info:
-            run()
-        assert (type(info.value) is ValueError) == (not is_before)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ValueError, match="no prediction") as info:
+        run()
+    assert (type(info.value) is ValueError) == (not is_before)
 
 
-def test_an_error_of_a_model_is_not_that_of_a_handler_with_the_same_decorator():
+def test_an_error_of_a_model_is_not_that_of_a_handler_with_the_same_decorator(handled):
     """The frames of a decorator are in both tracebacks; an error may be its own cause."""
 
     @torch.no_grad()
@@ -269,13 +269,10 @@ def test_an_error_of_a_model_is_not_that_of_a_handler_with_the_same_decorator():
     def of_the_handler(number, frame):
         raise ValueError("ended by a signal")
 
-    before = signal.signal(signal.SIGUSR1, of_the_handler)
-    try:
-        for call, is_raised in ((of_the_model, False), (lambda: signal.raise_signal(signal.SIGUSR1), True)):
-            with pytest.raises(ValueError, match=r".") as info:
-                call()
-            info.value.__cause__ = info.value
-            with pytest.raises(ValueError, match="signal") if is_raised else contextlib.nullcontext():
-                refuse_machine_failure(info.value)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    handled(of_the_handler)
+    for call, is_raised in ((of_the_model, False), (lambda: signal.raise_signal(signal.SIGUSR1), True)):
+        with pytest.raises(ValueError, match=r".") as info:
+            call()
+        info.value.__cause__ = info.value
+        with pytest.raises(ValueError, match="signal") if is_raised else contextlib.nullcontext():
+            refuse_machine_failure(info.value)
