@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from trak_lite import Attributor, Rows
+from trak_lite import Attributor, Refine, Rows
+from trak_lite.errors import StateError
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.store import ZarrFeatureStore
 
@@ -79,6 +81,26 @@ def streamed(model, task, train, targets, method, **settings):
     max_bytes = {"max_bytes": settings.pop("max_bytes")} if "max_bytes" in settings else {}
     made = Attributor(model, task, None, progress=False, **settings)
     return made.stream_scores(train, targets, method=method, **max_bytes)
+
+
+def scored_in_every_way(model, train, targets, method, path, max_bytes, rtol=1e-4):
+    """Scores of stored rows; those of parts of the targets, of candidates and of a reopened store are the same.
+
+    Stored targets are found again without the train data. Returns the scores and what made them, in this order.
+    """
+    made = Attributor(model, "image_classification", path, projector="none", dtype="float32", progress=False)
+    made.featurize(train)
+    stored = made.score(Rows(targets, batch_size=2), "t", method=method).numpy()
+    parts = streamed(model, "image_classification", train, targets, method, max_bytes=max_bytes)
+    refined = made.score(targets, refine=Refine(candidates=len(train), method=method))
+    for found in (parts, refined):
+        close(found.numpy(), stored, rtol)
+    again = Attributor.open(path, model, progress=False)
+    np.testing.assert_array_equal(again.scores("t", method=method).numpy(), stored)
+    np.testing.assert_array_equal(again.score(targets, "t", method=method).numpy(), stored)
+    with pytest.raises(StateError, match=f"{method.name} has to be fitted to the train data"):
+        again.score(targets, "new", method=method)
+    return stored, made, parts, refined, again
 
 
 def close(found, expected, rtol=1e-4):

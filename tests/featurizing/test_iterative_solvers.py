@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from dense_cases import close, gradients, in_batches, plain_rows, recording, streamed
+from dense_cases import close, gradients, in_batches, plain_rows, recording, scored_in_every_way, streamed
 from tiny_runs import CubeWithoutForwardMode
 from torch import nn
 from torch.func import functional_call, jacrev
@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Refine, Rows
-from trak_lite.errors import InvalidInputError, NonFiniteError, StateError, UnsupportedModelError
+from trak_lite import Rows
+from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
 from trak_lite.methods import CG, EKFAC, LiSSA
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
 
@@ -245,23 +245,13 @@ def test_a_target_without_a_gradient_needs_no_iteration():
 
 
 def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):
-    """Stored targets are found again without the train data."""
-    model, method = prepared(), CG(damping=30.0, tolerance=1e-5, max_iterations=100)
-    made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
-    made.featurize(TRAIN)
-    stored = made.score(Rows(TARGETS, batch_size=3), method=method).numpy()
-    parts = streamed(model, LABELS, TRAIN, TARGETS, method, max_bytes=3_000)
-    refined = made.score(TARGETS, refine=Refine(candidates=N, method=method))
-    close(parts.numpy(), stored, rtol=1e-3)
-    close(refined.numpy(), stored, rtol=1e-3)
+    method = CG(damping=30.0, tolerance=1e-5, max_iterations=100)
+    stored, _, parts, refined, again = scored_in_every_way(
+        prepared(), TRAIN, TARGETS, method, tmp_path / "s", max_bytes=3_000, rtol=1e-3
+    )
     assert refined.convergence[0].iterations.shape == parts.convergence[0].iterations.shape == (M,)
-    again = Attributor.open(tmp_path / "s", prepared(), progress=False)
-    np.testing.assert_array_equal(again.scores(method=method).numpy(), stored)
-    for checkpoints in (None, prepared().state_dict()):
-        found = again.score(TARGETS, method=method, checkpoints=checkpoints)
-        np.testing.assert_array_equal(found.numpy(), stored)
-    with pytest.raises(StateError, match="CG has to be fitted to the train data"):
-        again.score(TARGETS, "new", method=method)
+    found = again.score(TARGETS, "t", method=method, checkpoints=prepared().state_dict())
+    np.testing.assert_array_equal(found.numpy(), stored)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dense_cases import close, gradients, in_batches, plain_rows, projection, recording, streamed
+from dense_cases import (
+    close,
+    gradients,
+    in_batches,
+    plain_rows,
+    projection,
+    recording,
+    scored_in_every_way,
+    streamed,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from trak_lite import Attributor, Refine, Rows
+from trak_lite import Attributor
 from trak_lite.errors import (
     InvalidInputError,
     ManifestMismatchError,
     NonFiniteError,
-    StateError,
     UnsupportedModelError,
 )
 from trak_lite.methods import EKFAC
@@ -424,21 +432,10 @@ def test_samples_enter_the_curvature_as_they_are(samples, tmp_path, monkeypatch)
 
 
 def test_scores_with_samples_agree_between_stored_rows_parts_of_targets_and_candidates(tmp_path):
-    """Stored targets are found again without the train data."""
     case = CASES["mlp-ekfac"]
     model, train, targets = case.model(), case.data(N, 1), case.data(M, 2)
     method = EKFAC(damping=0.3, samples=N)
-    made = Attributor(model, LABELS, tmp_path / "s", projector="none", dtype="float32", progress=False)
-    made.featurize(train)
-    stored = made.score(Rows(targets, batch_size=2), "t", method=method).numpy()
-    parts = streamed(model, LABELS, train, targets, method, max_bytes=4_200)
-    close(parts.numpy(), stored)
-    close(made.score(targets, refine=Refine(candidates=N, method=method)).numpy(), stored)
-    again = Attributor.open(tmp_path / "s", model, progress=False)
-    np.testing.assert_array_equal(again.scores("t", method=method).numpy(), stored)
-    np.testing.assert_array_equal(again.score(targets, "t", method=method).numpy(), stored)
-    with pytest.raises(StateError, match="EKFAC has to be fitted to the train data"):
-        again.score(targets, "new", method=method)
+    _, made, *_ = scored_in_every_way(model, train, targets, method, tmp_path / "s", max_bytes=4_200)
     said = "999999999999 sampled gradients of EKFAC.*Use fewer samples"
     with pytest.raises(InvalidInputError, match=said):
         made.score(targets, "u", method=EKFAC(samples=10**12))
