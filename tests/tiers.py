@@ -110,7 +110,6 @@ SOME: dict[str, int] = {
     "featurizing/test_normalized_features.py::test_an_interrupted_run_is_continued_by_what_opens_the_store": 1,
     "featurizing/test_normalized_features.py::test_less_is_the_mean_cosine_of_steps_and_gradients_of_targets": 1,
     "featurizing/test_normalized_features.py::test_one_pass_over_the_data_is_enough": 2,
-    "featurizing/test_normalized_features.py::test_q_and_w_keep_their_bits_and_keeping_norms_those_of_the_features": 2,
     "goldens/test_goldens.py::test_every_method_has_its_scores": 1,
     "goldens/test_goldens.py::test_runs_in_parts_have_the_scores_of_the_file": 2,
     "goldens/test_goldens.py::test_traker_has_the_scores_of_the_original_release": 2,

@@ -33,7 +33,6 @@ def name_of(normalize):
 
 by_norm = pytest.mark.parametrize("normalize", BY_NORM, ids=name_of)
 by_adam = pytest.mark.parametrize("normalize", BY_ADAM, ids=name_of)
-by_kind = pytest.mark.parametrize("normalize", EVERY, ids=name_of)
 
 
 class Texts(nn.Module):
@@ -207,18 +206,6 @@ def test_rows_norms_and_scores_are_those_of_gradients_changed_by_hand(
     arrays = (rows[name] for name in ("train", "q", "w", "targets"))
     products = reference.kernel_scores(*arrays, segments=segments, damping=1.0)
     np.testing.assert_allclose(scores, products, rtol=1e-4, atol=1e-5 * np.abs(products).max())
-
-
-@by_kind
-def test_q_and_w_keep_their_bits_and_keeping_norms_those_of_the_features(tmp_path, normalize):
-    attributor(tmp_path / "plain.zarr", store_norms=True).featurize(TRAIN, saved())
-    attributor(tmp_path / "a.zarr", normalize, store_norms=True).featurize(TRAIN, saved())
-    attributor(tmp_path / "without.zarr", normalize).featurize(TRAIN, saved())
-    plain, found, without = (columns(tmp_path / f"{name}.zarr") for name in ("plain", "a", "without"))
-    for name in ("out_to_loss", "loss_curvature", "gradient_norm"):
-        np.testing.assert_array_equal(found[name], plain[name])
-    assert found.keys() - without.keys() == {"gradient_norm"}
-    np.testing.assert_array_equal(found["features"], without["features"])
 
 
 @by_norm
