@@ -388,27 +388,6 @@ def test_a_row_that_depends_on_what_its_batch_is_collated_from_is_named(collate,
     assert all(f"alone: it depends on {cause}" in message for message in messages)
 
 
-class Windows(nn.Module):
-    """The largest of the sums of three neighbours, of which a shorter text has none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).unfold(1, 3, 1).sum(-1).amax(1)
-
-
-def test_a_sample_that_is_too_short_without_padding_stops_no_run():
-    def padded(samples: list[Any]) -> Any:
-        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
-
-    data = [torch.randn(length, 1) for length in (4, 2, 5, 1)]
-    settings: Any = {"collate": padded, "batch_size": 2, "progress": False}
-    made = Attributor(Windows(), lambda call, x: call(x).sum(1), None, **settings)
-    assert made.featurize(Rows(data, name="texts")).rows_written == 4
-
-
 def masked(samples):
     lengths = torch.tensor([len(x) for x in samples], device="cpu")
     x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
