@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_runs import LanguageModel, random_states
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -101,18 +102,6 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-class LanguageModel(nn.Module):
-    """Says the next token from the sum of those before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
-
-
 def data(count: int, seed: int = 0, task: str = IMAGES) -> TensorDataset:
     """Rows of which the first ones do not depend on their number."""
     generator = torch.Generator().manual_seed(seed)
@@ -123,8 +112,7 @@ def data(count: int, seed: int = 0, task: str = IMAGES) -> TensorDataset:
 
 
 def states(net: nn.Module, count: int) -> list[dict[str, Tensor]]:
-    torch.manual_seed(1)
-    return [{name: torch.randn_like(v) for name, v in net.state_dict().items()} for _ in range(count)]
+    return random_states(lambda: net, count)
 
 
 def attributor(path: Any, net: nn.Module | None = None, **changes: Any) -> Attributor:
@@ -182,7 +170,7 @@ def held_up(path: str, at: int) -> int:
 
 def featurize_and_score(path: str, task: str, count: int, checkpoints: int) -> tuple[int, bool]:
     """Return the rows that this rank wrote, and whether it left a process group behind."""
-    net = LanguageModel() if task == LM else network()
+    net = LanguageModel(5, 3) if task == LM else network()
     made = attributor(path, net, task=task)
     files = [Path(f"{path}-{number}", "final.pt") for number in range(checkpoints)]  # all have one name
     for file, state in zip(files, states(net, checkpoints), strict=True):
