@@ -216,17 +216,13 @@ def scaled_losses(model, batch):
     return cross_entropy(model(batch[0]) / TEMPERATURE, batch[1], reduction="none")
 
 
-OTHER_LABEL = TensorDataset(INPUTS, torch.cat([LABELS[:-1], (LABELS[-1:] + 1) % 3]))
 CHANGES = {
     r"optimizer\.lr is 0\.1 there, 0\.2 here": {"optimizer": SGD(lr=0.2)},
-    r"optimizer\.name": {"optimizer": Adam(lr=0.1)},
-    r"data\.tensors": {"data": OTHER_LABEL},
-    "loss": {"loss": lambda model, batch: row_losses(model, batch) ** 2},
     "model_fn": {"build": cnn},
-    "schedule": {"schedule": lambda step: 0.5},
     "epochs": {"epochs": 2},
     "grad_wrt": {"grad_wrt": ["4.weight"]},
 }
+"""Of what only trainings on subsets are identified by, and one of the settings that ``tests/unrolled`` has for runs."""
 
 
 @pytest.mark.parametrize(
