@@ -166,47 +166,32 @@ def test_tokens_are_scored_for_another_output_of_the_model(asked, tmp_path):
         np.testing.assert_allclose(values.sum(0), scores.numpy()[row], rtol=1e-4, atol=1e-6)
 
 
-def of_images(name, **options):
+@pytest.mark.parametrize("task", [None, gap])
+def test_images_have_no_tokens(task):
     data = TensorDataset(torch.randn(4, 3), torch.arange(4) % 2)
     made = Attributor(nn.Linear(3, 2), "image_classification", None, proj_dim=4)
     made.featurize(data)
-    return token_scores(made.score(data, name=name, **options), data, [0])
+    with pytest.raises(InvalidInputError, match="'image_classification', whose output is not a sum"):
+        token_scores(made.score(data, task=task), data, [0])
 
 
-def unit_rows():
-    return token_scores(attributor(normalize="unit").score(TARGETS), TRAIN, [0])
+NORMS = "divide train rows by their norms"
 
 
 @pytest.mark.parametrize(
-    ("said", "call", "error"),
+    ("error", "said", "made", "asked"),
     [
-        (
-            "divide train rows by their norms",
-            lambda s: token_scores(s("GradCos"), TRAIN, [0]),
-            InvalidInputError,
-        ),
-        ("divide train rows by their norms", lambda _: unit_rows(), InvalidInputError),
-        ("'image_classification', whose output is not a sum", lambda _: of_images("own"), InvalidInputError),
-        (
-            "'image_classification', whose output is not a sum",
-            lambda _: of_images("gap", task=gap),
-            InvalidInputError,
-        ),
-        *(
-            (
-                "rows must be whole numbers from 0 to 4",
-                lambda s, rows=rows: token_scores(s(), TRAIN, rows),
-                InvalidInputError,
-            )
-            for rows in ([], [N], [-1], [0.5])
-        ),
-        ("no target 3", lambda s: token_scores(s(), TRAIN, [0], targets=[3]), InvalidInputError),
-        ("dataset", lambda s: token_scores(s(), TARGETS, [0]), ManifestMismatchError),
+        (InvalidInputError, NORMS, lambda plain: plain.score(TARGETS, method="GradCos"), {}),
+        (InvalidInputError, NORMS, lambda _: attributor(normalize="unit").score(TARGETS), {}),
+        (InvalidInputError, "rows must be whole numbers from 0 to 4", None, {"rows": [N]}),
+        (InvalidInputError, "no target 3", None, {"targets": [3]}),
+        (ManifestMismatchError, "dataset", None, {"data": TARGETS}),
     ],
 )
-def test_what_cannot_be_split_over_tokens_is_refused(plain, call, error, said):
+def test_what_cannot_be_split_over_tokens_is_refused(plain, error, said, made, asked):
+    scores = plain.score(TARGETS) if made is None else made(plain)
     with pytest.raises(error, match=said):
-        call(lambda method=None: plain.score(TARGETS, method=method))
+        token_scores(scores, **{"data": TRAIN, "rows": [0], **asked})
 
 
 class BackwardOnly(LanguageModel):
@@ -275,13 +260,9 @@ class ChangedGradients(LanguageModel):
 @pytest.mark.parametrize("change", ["frequency", "module", "scaled", "zero", "states", "normed"])
 def test_tokens_of_a_model_that_changes_gradients_add_up_to_its_rows(change):
     """Forward mode knows nothing of it. Gradients of tokens add up, unless the change is not linear."""
-    settings = {
-        "gradient_computer": "iterative",
-        "projector": "none",
-        "dtype": "float32",
-        "method": GradDot(),
-    }
-    made = Attributor(ChangedGradients(change), "causal_language_modeling", None, **settings)
+    settings = {"gradient_computer": "iterative", "projector": "none", "dtype": "float32"}
+    lm = "causal_language_modeling"
+    made = Attributor(ChangedGradients(change), lm, None, method=GradDot(), **settings)
     made.featurize(TRAIN)
     scores = made.score(TARGETS)
     if change == "normed":

@@ -192,6 +192,7 @@ def test_the_best_and_worst_rows_are_found_and_kept_without_the_matrix(tmp_path,
     [
         (lambda s: s.standard_error([]), "rows must be whole numbers from 0 to 29"),
         (lambda s: s.standard_error([30]), "from 0 to 29"),
+        (lambda s: s.standard_error([-1]), "from 0 to 29"),
         (lambda s: s.standard_error([0.5]), "whole numbers"),
         (lambda s: s.standard_error([[0], [1]]), r"for all targets \(4, k\), got int64 of shape \(2, 1\)"),
         (lambda s: s.standard_error(np.zeros((M, 1), int), target=1), r"\(4, k\)"),
