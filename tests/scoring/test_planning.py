@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_runs import labelled, perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -14,14 +15,8 @@ from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.scoring import grams, planning
 from trak_lite.store import open_store
 
-GENERATOR = torch.Generator().manual_seed(0)
-TRAIN = TensorDataset(torch.randn(400, 6, generator=GENERATOR), torch.arange(400) % 3)
+TRAIN = labelled(400)
 TARGETS = TensorDataset(*TRAIN[:20])
-
-
-def perceptron():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def attributor(path, **settings):

@@ -48,7 +48,6 @@ def dict_loss(model, batch):
 MOMENTUM = SGD(lr=0.1, momentum=0.8, weight_decay=0.01)
 CASES = {
     "nesterov": {"optimizer": SGD(lr=0.1, momentum=0.8, nesterov=True)},
-    "weight decay": {"optimizer": MOMENTUM},
     "adam": {"optimizer": Adam(lr=0.02, eps_root=1e-6)},
     "adamw": {"optimizer": AdamW(lr=0.02, eps_root=1e-6, weight_decay=0.3)},
     "clipping at some steps": {"optimizer": MOMENTUM, "clip_norm": 0.5},

@@ -5,7 +5,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from report_cases import in_a_notebook
 from torch import nn
 from unrolled_cases import CLASSES, TARGETS, WIDTH, N, changed, margin, mlp, recipe, replayed, targets
@@ -19,18 +18,9 @@ def linear(seed):
     return nn.Linear(WIDTH, CLASSES).double()
 
 
-class Rectified(nn.Linear):
-    def forward(self, inputs):
-        return F.relu(super().forward(inputs))
-
-
 def relu(seed):
     layers = [nn.Linear(WIDTH, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, CLASSES)]
     return nn.Sequential(*layers).double()
-
-
-def functional_relu(seed):
-    return Rectified(WIDTH, CLASSES).double()
 
 
 def pooled(seed):
@@ -63,7 +53,6 @@ def test_a_chaotic_training_is_not_smooth_and_a_smooth_one_warns_of_nothing():
     ("made", "expected"),
     [
         (recipe(relu), "GELU in place of ReLU, a smaller learning rate, larger batches"),
-        (recipe(functional_relu), "GELU in place of ReLU, a smaller learning rate, larger batches"),
         (recipe(pooled), "average in place of max pooling, a smaller learning rate, larger batches"),
         (recipe(mlp, batch_size=N), "a smaller learning rate"),
         (recipe(looked_up), "a smaller learning rate, larger batches"),

@@ -38,8 +38,8 @@ def halves(count, seed):
     return TensorDataset(inputs.float(), labels)
 
 
-def mlp(seed):
-    return nn.Sequential(nn.Linear(WIDTH, 7), nn.GELU(), nn.Linear(7, CLASSES)).double()
+def mlp(seed, width=7, activation=nn.GELU):
+    return nn.Sequential(nn.Linear(WIDTH, width), activation(), nn.Linear(width, CLASSES)).double()
 
 
 def dropping(seed):
@@ -67,8 +67,8 @@ def recipe(model_fn=mlp, loss_fn=loss, data=None, optimizer=None, **settings):
     return Recipe(model_fn, loss_fn, data, optimizer, **{"batch_size": 4, "epochs": 2, **settings})
 
 
-def targets(make=vectors, count=TARGETS):
-    return TensorDataset(*make(count, 1))
+def targets(count=TARGETS):
+    return TensorDataset(*vectors(count, 1))
 
 
 def replayed(run, data=None, task=margin, **settings):
