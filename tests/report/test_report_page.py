@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import start_script
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from report_cases import VERDICT, Parsed, digest, drawn_scores, parsed_content, predictions
+from report_cases import VERDICT, Parsed, digest, drawn_scores, predictions
 
 from trak_lite import Scores
 from trak_lite.errors import InvalidInputError, MissingPackageError, NonFiniteError
@@ -25,7 +23,7 @@ HOSTILE = [
     "<!-- ", "]]>", "&lt;b&gt; &amp;amp;",
     "javascript:alert(1)",
     "<a href=//evil.example>https://evil.example</a>",
-    "a\x00b\x07c\x1b[31m\x7f\x9b",
+    "a\x00b\x07c\x1b[31m\x7f\x9b\rd\r\ne",
     "\ud800 lone \udfff",
     "שלום \u202e evil \u2067 κόσμος 🦆 e\u0301",
     "{query} ${query} {{query}}",
@@ -84,15 +82,6 @@ def test_hostile_text_stays_text_wherever_it_comes_in(out, text):
         keys = {key for _, found in page.elements for key in found}
         assert not [key for key in keys if key.startswith("on") or key == "style"]
         assert page.is_closed
-
-
-@settings(max_examples=20, deadline=None)
-@given(text=st.text(st.characters(), max_size=40))
-def test_any_text_is_shown_as_it_is(text):
-    for content in (text, {"k": text}, [(text, 0.5)]):
-        page = parsed_content(content)
-        assert shown(text) in page.text
-        assert page.names <= {"p", "span", "table", "tbody", "tr", "th", "td"}
 
 
 def test_a_page_with_every_figure_asks_for_nothing_and_is_the_same_every_time(out):

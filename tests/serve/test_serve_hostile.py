@@ -275,13 +275,3 @@ def test_a_failure_of_the_recipe_is_a_page_and_the_server_goes_on(copy):
         assert answer.status == 500
         assert "LookupError: <b>no output</b>" in Parsed(answer.text).text
         assert client.get("/").status == 200
-
-
-def test_a_row_that_the_recipe_cannot_show_has_the_error_in_its_place(copy):
-    with (copy / "recipe.py").open("a") as file:
-        file.write("\n\ndef render(index):\n    return [('a', 'b')] if index % 2 else f'this is {index};'\n")
-    with served(pages_in(copy)) as client:
-        for page in (client.page("/", target=0, k=4), client.page("/review")):
-            for row in {*page.rows(), *page.rows("tr")}:
-                said = f"train row {row} cannot be shown: InvalidInputError" if row % 2 else f"this is {row};"
-                assert said in page.text
