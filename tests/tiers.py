@@ -196,7 +196,6 @@ EACH_VALUE: tuple[str, ...] = (
     "gradient_computers/test_self_check.py",
     "integrations/test_packed_models.py",
     "linalg/test_linalg.py",
-    "modelout_functions/test_post_training.py::test_labels_are_drawn_as_often_as_the_loss_says",
     "modelout_functions/test_questions.py::test_an_activation_along_a_direction_has_the_gradient_of_a_plain_loop",
     "models/test_checkpoints.py",
     "projectors/test_dense_projectors.py",

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from modelout_cases import Answer, D, PairModel, prepared, randn
-from test_modelout_errors import Reshaped
+from test_modelout_errors import Reshaped, clip, ready
 from torch import nn
 
 from trak_lite.errors import InvalidInputError
@@ -13,12 +13,6 @@ from trak_lite.modelout_functions import CLIPModelOutput, ModelCall
 
 IMAGES, TEXTS = randn(6, D, seed=1), randn(6, 4, seed=2)
 PAIRS = [(IMAGES[:4], TEXTS[:4]), {"image": IMAGES[4:], "text": TEXTS[4:]}]
-
-
-def ready(**settings):
-    task = CLIPModelOutput(simulated_batch_size=3, **settings)
-    task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
-    return task
 
 
 def evaluate(task, model):
@@ -32,11 +26,11 @@ def test_instances_do_not_share_their_negatives_and_the_seed_decides_them():
     bank.zero_()
     assert same.state_digest() == again.state_digest() != other.state_digest()
     assert len(same.state_digest()) == 64
-    fresh = CLIPModelOutput(simulated_batch_size=3)
+    fresh = clip()
     for task, before in ((same, again.state_digest()), (fresh, None)):
         task.prepare(prepared(PairModel()))
         assert task.state_digest() == before
-    with_pairs = [CLIPModelOutput(simulated_batch_size=3, pairs=some).settings() for some in ([], PAIRS)]
+    with_pairs = [clip(pairs=some).settings() for some in ([], PAIRS)]
     assert with_pairs == [fresh.settings()] * 2
 
 
@@ -85,7 +79,7 @@ def test_get_embeddings_is_set_embeddings_of_the_models_features():
     model, plain = in_mixed_modes(prepared(PairModel())), prepared(PairModel())
     loader = [(IMAGES[:4] + 1, TEXTS[:4]), (IMAGES[4:] + 1, TEXTS[4:]), "never reached"]
     image, text, _ = plain(IMAGES, TEXTS)
-    expected, task = CLIPModelOutput(simulated_batch_size=3), CLIPModelOutput(simulated_batch_size=3)
+    expected, task = clip(), clip()
     expected.set_embeddings(image[:5].detach(), text[:5].detach())
     settings = {"batch_size": 4, "size": 5, "embedding_dim": 3}
     task.get_embeddings(model, loader, preprocess_fn_img=lambda images: images - 1, **settings)
@@ -97,10 +91,10 @@ def test_get_embeddings_is_set_embeddings_of_the_models_features():
 @pytest.mark.parametrize("seed", [0, 7])
 def test_prepare_embeds_the_pairs_with_the_weights_of_each_checkpoint(seed):
     """The negatives are those that get_embeddings draws for the same weights, whatever came before."""
-    task = CLIPModelOutput(simulated_batch_size=3, pairs=PAIRS)
+    task = clip(pairs=PAIRS)
     task.prepare(prepared(PairModel(), seed=3))
     before = task.state_digest()
-    model, expected = prepared(PairModel(), seed=seed), CLIPModelOutput(simulated_batch_size=3)
+    model, expected = prepared(PairModel(), seed=seed), clip()
     expected.get_embeddings(model, PAIRS)
     task.prepare(in_mixed_modes(model))
     assert task.state_digest() == expected.state_digest() != before

@@ -327,10 +327,14 @@ def clip(**settings):
     return tasks.CLIPModelOutput(simulated_batch_size=3, **settings)
 
 
-def clip_terms(batch=PAIRS, form=lambda *answer: answer):
-    task = clip()
+def ready(**settings):
+    task = clip(**settings)
     task.set_embeddings(randn(8, 3, seed=3), randn(8, 3, seed=4))
-    return task.evaluate(tasks.ModelCall(Reshaped(form)), batch)
+    return task
+
+
+def clip_terms(batch=PAIRS, form=lambda *answer: answer):
+    return ready().evaluate(tasks.ModelCall(Reshaped(form)), batch)
 
 
 def embed(*loader, **settings):
