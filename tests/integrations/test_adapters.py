@@ -56,10 +56,10 @@ def attributor_of(path, model):
     return Attributor(model, output, path / "a.zarr", **hub.EXACT)
 
 
-def check_rows(path, model, checkpoints, saved):
+def check_rows(path, model, checkpoints, saved, number=0):
     attributor_of(path, model).featurize(ROWS, checkpoints)
     expected = gradients(saved)
-    found = torch.from_numpy(hub.stored_rows(path / "a.zarr"))
+    found = torch.from_numpy(hub.stored_rows(path / "a.zarr", number))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -89,6 +89,8 @@ def test_an_adapter_of_another_name_is_taken_for_the_only_one(tmp_path):
     saved = adapted("b")
     saved.save_pretrained(tmp_path / "run" / "checkpoint-1")
     check_rows(tmp_path, adapted("default", scale=2.0), tmp_path / "run", saved)
+    with pytest.raises(CheckpointError, match="Sequential has no adapter"):
+        attributor_of(tmp_path / "plain", base().double()).featurize(ROWS, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -314,11 +316,16 @@ def test_biases_that_were_trained_with_an_adapter_are_kept_beside_it(tmp_path, b
 
 
 def test_a_state_dict_of_the_only_adapter_is_loaded_over_the_models_own_weights(tmp_path):
+    """The weights of a checkpoint that was loaded before do not stay below it."""
     saved = adapted("default")
     state = copy.deepcopy(peft.get_peft_model_state_dict(saved))
-    check_rows(tmp_path, adapted("default", scale=2.0), [state], saved)
+    before = {name: 2 * value for name, value in saved.state_dict().items()}
+    check_rows(tmp_path, adapted("default", scale=2.0), [before, state], saved, 1)
     with pytest.raises(CheckpointError, match=r"without its name, .* adapters \['default', 'b'\]"):
         attributor_of(tmp_path, adapted("default", "b")).featurize(ROWS, [state])
+    del state["base_model.model.0.lora_A.weight"]
+    with pytest.raises(CheckpointError, match=r"missing: \['base_model.model.0.lora_A.default.weight'\]"):
+        attributor_of(tmp_path, adapted("default")).featurize(ROWS, [state])
 
 
 class WithHeads(nn.Sequential):

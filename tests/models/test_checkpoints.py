@@ -255,66 +255,6 @@ def test_what_is_no_checkpoint_of_the_model_is_refused_and_changes_nothing(
     assert capsys.readouterr().out == ""
 
 
-# ---- Adapters
-class Adapted(nn.Module):
-    """A linear layer with an adapter, and a head that is trained as a whole, by the names of PEFT."""
-
-    def __init__(self, active="default", value=0.0):
-        super().__init__()
-        self.active_adapter = active
-        self.base_layer = nn.Linear(3, 3)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(3, 3, bias=False)})
-        self.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(1, 3, bias=False)})
-        self.original_module = nn.Linear(3, 2)
-        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 2)})
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, value)
-
-
-Adapted.__module__ = "peft.tuners"
-
-
-def wrapped(adapted):
-    outer = nn.Module()
-    outer.head, outer.active_adapter = adapted, adapted.active_adapter
-    return outer
-
-
-def adapter_file(folder, *, without=""):
-    shapes = {"lora_A.weight": (3, 3), "lora_magnitude_vector": (3, 1), "weight": (2, 3), "bias": (2,)}
-    saved = {f"head.{name}": torch.full(shape, 2.0 + i) for i, (name, shape) in enumerate(shapes.items())}
-    saved.pop(without, None)
-    save_file(saved, folder / "adapter_model.safetensors")
-    return folder
-
-
-def test_an_adapter_is_loaded_over_the_models_own_weights(tmp_path, load):
-    """The weights of a checkpoint that was loaded before do not stay below it."""
-    model = wrapped(Adapted(value=1.0))
-    _, (full, row) = load(model, [wrapped(Adapted(value=9.0)).state_dict(), adapter_file(tmp_path)])
-    assert set(full) == {9.0}
-    parts = np.split(row, np.cumsum([p.numel() for p in model.parameters()])[:-1])
-    found = {name: set(part) for (name, _), part in zip(model.head.named_parameters(), parts, strict=True)}
-    own = [f"{module}.{kind}" for module in ("base_layer", "original_module") for kind in ("weight", "bias")]
-    adapter = {"lora_A.default.weight": {2.0}, "lora_magnitude_vector.default.weight": {3.0}}
-    trained = {"modules_to_save.default.weight": {4.0}, "modules_to_save.default.bias": {5.0}}
-    assert found == {name: {1.0} for name in own} | adapter | trained
-
-
-@pytest.mark.parametrize(
-    ("active", "without", "match"),
-    [
-        ("default", "head.weight", r"missing: \['head.modules_to_save.default.weight'\]"),
-        (["default", "other"], "", r"\['default', 'other'\] active"),
-        ("other", "", r"unexpected: .*'head.lora_A.weight'"),
-        (None, "", "has no adapter"),
-    ],
-)
-def test_an_adapter_that_does_not_fit_is_refused(tmp_path, active, without, match, load):
-    with pytest.raises(CheckpointError, match=match):
-        load(wrapped(Adapted(active)), adapter_file(tmp_path, without=without))
-
-
 # ---- Entries that are no tensors
 class Scaled(nn.Module):
     """Keeps a number beside its weights, in the form that ``pack`` gives it."""
