@@ -153,12 +153,6 @@ def blinking():
     [
         (hub.gpt2, left, {}, r"Row 5 .* in a batch with rows \[5, 4\].*padding_side = 'right'"),
         (hub.gpt2, blinking, {}, r"Loading and collating rows \[5, 4\] .* twice gave"),
-        (
-            hub.llama,
-            lambda: transformers.DataCollatorWithFlattening(),
-            {},
-            r"Collating 2 samples .* gave a batch of 1",
-        ),
         (hub.gpt2, lambda: None, {"is_fsdp_enabled": True}, "shards its model"),
         (hub.gpt2, lambda: None, {"is_deepspeed_enabled": True}, "shards its model"),
         (hub.gpt2, lambda: None, {"train_dataset": None}, "train dataset is a NoneType"),

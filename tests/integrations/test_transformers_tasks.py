@@ -18,13 +18,6 @@ EAGER = {"attn_implementation": "eager"}
 BERT = {**hub.SIZES, **EAGER}
 GPT2 = {"vocab_size": V, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "eos_token_id": 1}
 T5 = {"vocab_size": V, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 12}
-BART = {
-    "vocab_size": V,
-    "d_model": 8,
-    "max_position_embeddings": 16,
-    **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in SIDES.items()},
-}
 SEGFORMER = {
     "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [4, 8],
     "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
@@ -55,23 +48,13 @@ def texts(seed, length=T, prompt=2):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def kept_of(row):
-    """Positions of a row that are not padding."""
-    return row.get("attention_mask", torch.ones_like(row["input_ids"]))[0] == 1
-
-
-def part_of(row, side):
-    start = f"{side}_"
-    return {name.removeprefix(start): column for name, column in row.items() if name.startswith(start)}
-
-
 def prefixed(side, columns):
     return {f"{side}_{name}": column for name, column in columns.items()}
 
 
 def sft_loss(model, row):
     """Without padding; transformers computes the loss of this model in float32."""
-    kept = kept_of(row)
+    kept = row.get("attention_mask", torch.ones_like(row["input_ids"]))[0] == 1
     logits = model(input_ids=row["input_ids"][:, kept]).logits[0, :-1]
     return nn.functional.cross_entropy(logits, row["labels"][0, kept][1:], reduction="sum")
 
@@ -80,17 +63,6 @@ def summed_loss(model, row):
     """The loss of transformers is a mean over labelled positions."""
     ignored = getattr(model.config, "semantic_loss_ignore_index", -100)
     return model(**row).loss * (row["labels"] != ignored).sum()
-
-
-def contrastive_loss(model, row):
-    def embedded(inputs):
-        states = model(**inputs).last_hidden_state[0][kept_of(inputs)].mean(0)
-        return states / states.norm()
-
-    query, negatives = embedded(part_of(row, "query")), part_of(row, "negative")
-    others = [{name: column[:, j] for name, column in negatives.items()} for j in range(2)]
-    logits = torch.stack([query @ embedded(part) for part in (part_of(row, "positive"), *others)]) / 0.1
-    return -logits.log_softmax(0)[0]
 
 
 def masked():
@@ -105,30 +77,18 @@ def images():
     return {"pixel_values": pixels, "labels": labels}
 
 
-def queries():
-    query, positive = texts(10), texts(11, T - 1)
-    del query["labels"], positive["labels"]
-    mask = torch.ones(B, 2, 5, dtype=torch.long)
-    negative = {"input_ids": drawn(B, 2, 5, seed=12), "attention_mask": mask}
-    sides = {"query": query, "positive": positive, "negative": negative}
-    return {name: part for side, parts in sides.items() for name, part in prefixed(side, parts).items()}
-
-
 CAUSAL, MASKED = tasks.CausalLanguageModelingModelOutput(), tasks.MaskedLanguageModelingModelOutput()
-SEQ2SEQ, CONTRASTIVE = tasks.SequenceToSequenceModelOutput(), tasks.ContrastiveModelOutput(temperature=0.1)
+SEQ2SEQ = tasks.SequenceToSequenceModelOutput()
 TOKENS = tasks.DenseClassificationModelOutput(class_axis=-1)
 PIXELS = tasks.DenseClassificationModelOutput(ignore_index=255, upsample=True)
 CASES = {
     "sft": (CAUSAL, ("GPT2", "LMHeadModel", GPT2 | EAGER), texts(0)),
     "t5": (SEQ2SEQ, ("T5", "ForConditionalGeneration", T5 | EAGER | {"decoder_start_token_id": PAD}), texts(5)),
-    "bart": (SEQ2SEQ, ("Bart", "ForConditionalGeneration", BART | EAGER), texts(6)),
     "masked": (MASKED, ("Bert", "ForMaskedLM", BERT), masked()),
     "token classes": (TOKENS, ("Bert", "ForTokenClassification", {**BERT, "num_labels": V}), texts(7)),
     "segmentation": (PIXELS, ("Segformer", "ForSemanticSegmentation", SEGFORMER), images()),
-    "contrastive": (CONTRASTIVE, ("Bert", "Model", BERT), queries()),
 }  # fmt: skip
 EXACT = {"rtol": 1e-8, "atol": 1e-10}
-LOSSES = {"sft": sft_loss, "contrastive": contrastive_loss}
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of attention under vmap
@@ -140,7 +100,8 @@ def test_gradients_are_those_of_the_loss_of_transformers(name, computer):
     model = model_of(kind, cls, **settings)
     if computer is FunctionalGradientComputer and name != "sft":
         batch = {key: part for key, part in batch.items() if "attention_mask" not in key}
-    losses = [-LOSSES.get(name, summed_loss)(model, row) for row in samples_of(batch)]
+    loss = sft_loss if name == "sft" else summed_loss
+    losses = [-loss(model, row) for row in samples_of(batch)]
     check_gradients(computer(model, task), batch, losses, **EXACT)
 
 
