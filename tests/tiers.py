@@ -67,7 +67,6 @@ CAMPAIGN: dict[str, tuple[str, ...]] = {
     ),
     "integrations, told by other tests as well": (
         "attributor/test_ported_examples.py",
-        "integrations/test_huggingface.py::test_gradient_checkpointing_changes_no_row",
         "integrations/test_huggingface.py::test_rows_are_captured_in_the_training_of_a_trainer",
     ),
     "more ranks and processes": (

@@ -417,14 +417,3 @@ def test_rows_are_captured_in_the_training_of_a_trainer(name, tmp_path):
     found = hub.stored_rows(tmp_path / "a.zarr", 0)
     assert hub.relative_error(found, np.stack([expected[row] for row in range(len(texts))])) < 1e-5
     assert all(map(torch.equal, *(model.parameters() for model in models)))
-
-
-def test_gradient_checkpointing_changes_no_row(tmp_path):
-    """With an adapter it also puts a hook on the embeddings, which stays."""
-    trainer, attributor = trained("lora-llama", tmp_path, activation_checkpointing=True)
-    hooks = {id(module): dict(module._forward_hooks) for module in trainer.model.modules()}
-    attributor.score(trainer.train_dataset, method="GradDot")
-    assert {id(module): dict(module._forward_hooks) for module in trainer.model.modules()} == hooks
-    assert any(hooks.values())
-    model = reloaded("lora-llama", tmp_path / "out" / "checkpoint-6")
-    check_rows(tmp_path / "a.zarr", model, hub.texts(model), checkpoint=1)
