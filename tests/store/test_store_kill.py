@@ -233,6 +233,16 @@ def test_what_a_killed_drop_left_is_swept_and_stands_in_nobodys_way(tmp_path):
         assert place.check().findings == ()
 
 
+def test_a_commit_log_torn_before_the_rename_costs_nothing(tmp_path):
+    """The record may be torn while no column has its final name: then it does not exist."""
+    place, _ = killed(made(Folder, tmp_path / "0"), "commit_synced:1", write, SPEC, 11)
+    whole = cases.content(cases.commit_log(place.place))
+    for cut in (*range(0, len(whole), 3), len(whole) - 1):
+        cases.overwrite(cases.commit_log(place.place), whole[:cut])
+        assert cases.done_rows(place.place) == [0, 1, 2, 3]
+    finish(place.place)
+
+
 def test_rows_that_are_done_and_not_committed_are_called_so(tmp_path, capsys):
     """By the error of a reader and by each line of inspect, until the table is opened for writing."""
     place, _ = killed(made(Folder, tmp_path / "0"), "commit_synced:3", write, SPEC, 11)
