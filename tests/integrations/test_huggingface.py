@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, wraps
 
 import hub_models as hub
 import numpy as np
@@ -298,9 +298,8 @@ def test_a_fused_forward_below_mixed_precision_is_kept(tmp_path):
         return transformers.GPT2LMHeadModel.forward(model, *args, **inputs)
 
     vars(model)["_original_forward"] = fused
-    prepared = accelerate.utils.convert_outputs_to_fp32(
-        lambda **inputs: pytest.fail("the 16 bit forward ran")
-    )
+    failing = wraps(model.forward)(lambda **inputs: pytest.fail("the 16 bit forward ran"))
+    prepared = accelerate.utils.convert_outputs_to_fp32(failing)
     model.forward = prepared
     attributor = huggingface.attributor_from_trainer(trainer, None, **EXACT)
     attributor.featurize(trainer.train_dataset)

@@ -247,3 +247,27 @@ def _put_back(live: Any, copy: Mapping[Any, Any], besides: Collection[Any] = ())
     for name in replaced:
         live[name] = copy[name]
     return bool(new or replaced)
+
+
+def own_forwards(model: nn.Module) -> Callable[[], None]:
+    """Undo forward methods of mixed precision that Accelerate has set; return what sets them again.
+
+    They stay in a prepared model after its training. Rows are those of the model in the dtype of its weights.
+    """
+    undone: list[tuple[nn.Module, Any]] = []
+    for module in model.modules():
+        own, prepared = (vars(module).get(name) for name in ("_original_forward", "forward"))
+        # By the class: others keep a former method by this name, and functools.wraps copies the name of a module.
+        if own is None or type(getattr(prepared, "__wrapped__", None)).__name__ != "ConvertOutputsToFp32":
+            continue
+        del vars(module)["forward"]
+        # Keep a forward method of another library, for example of fused kernels.
+        if getattr(own, "__func__", None) is not type(module).forward:
+            vars(module)["forward"] = own
+        undone.append((module, prepared))
+
+    def put_back() -> None:
+        for module, prepared in undone:
+            vars(module)["forward"] = prepared
+
+    return put_back

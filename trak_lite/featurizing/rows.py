@@ -566,9 +566,8 @@ class RowWork:
 
     @functools.cached_property
     def _turns(self) -> Turns:
-        passes = (
-            self.passes
-        )  # a reference to self would keep the session, with a copy of the model, in a cycle
+        # A reference to self would keep the session, with a copy of the model, in a cycle.
+        passes = self.passes
         # A batch of one row, whose pass a rank without a batch runs.
         first = functools.cache(lambda: next(passes.rows.batches([np.arange(1)])))
         return Turns(self.ranks.lockstep, lambda: passes.compute(*first()))

@@ -31,7 +31,6 @@ from trak_lite.data.datasets import Collate
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import DPOModelOutput, PolicyGradientModelOutput, reference_columns
 from trak_lite.modelout_functions.language_modeling import IGNORED
-from trak_lite.models.borrowing import with_own_forward
 from trak_lite.run.settings import Task
 from trak_lite.types import Batch
 
@@ -228,10 +227,9 @@ def _rounded(data: Any) -> Any:
 def _reference_of(trainer: Any, *, are_computed: bool) -> Iterator[nn.Module]:
     """Yield the frozen reference of a ``DPOTrainer``; restore adapters and flags of its model."""
     if trainer.ref_model is not None:
-        yield _without_mixed_precision(trainer.ref_model)
+        yield trainer.ref_model
         return
-    # First: without an adapter, PEFT may have another forward.
-    model: Any = _without_mixed_precision(trainer.model)
+    model: Any = trainer.model
     if not _has_reference(trainer, are_computed=are_computed):
         raise InvalidInputError(
             f"The DPOTrainer has no reference model any more: its {type(model).__name__} is the trained policy. Use "
@@ -250,14 +248,6 @@ def _reference_of(trainer: Any, *, are_computed: bool) -> Iterator[nn.Module]:
         else:
             stack.enter_context(model.disable_adapter())
         yield model
-
-
-def _without_mixed_precision(model: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same submodules, parameters and buffers, and its own forward."""
-    twin = type(model).__new__(type(model))
-    vars(twin).update(vars(model))
-    with_own_forward(twin)
-    return twin
 
 
 # The task and the batches of a trainer

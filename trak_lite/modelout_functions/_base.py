@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite.core.devices import Float32Products, model_pass
-from trak_lite.core.eval_caches import drop_eval_caches, hooks_noted
+from trak_lite.core.eval_caches import drop_eval_caches, hooks_noted, own_forwards
 from trak_lite.data.batches import batch_size, map_tensors, take_rows
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
@@ -91,13 +91,15 @@ TaskFunction: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run the block in eval mode and without gradients; the modes of all modules are restored."""
+    """Run the block in eval mode, without gradients and Accelerate's mixed precision; what changes is restored."""
     modes = {module: module.training for module in model.modules()}
+    put_forwards_back = own_forwards(model)
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        put_forwards_back()
         for module, training in modes.items():
             module.training = training
 

@@ -20,6 +20,7 @@ from trak_lite.core.eval_caches import (
     buffers_kept,
     drop_eval_caches,
     has_own_train,
+    own_forwards,
     own_modes,
     set_modes,
 )
@@ -265,12 +266,10 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
         if getattr(hook, "__name__", "") in _INPUT_HOOKS
     ]
     hooks: list[tuple[Any, int, Any]] = [(registry, key, registry.pop(key)) for registry, key in input_hooks]
-    forwards = [(module, with_own_forward(module)) for module in model.modules()]
+    put_forwards_back = own_forwards(model)
 
     def restore() -> None:
-        for module, forward in forwards:
-            if forward is not None:
-                vars(module)["forward"] = forward
+        put_forwards_back()
         for registry, key, hook in hooks:
             registry[key] = hook
         for p, flag in flags:
@@ -280,22 +279,6 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
             vars(module).update(values)
 
     return restore
-
-
-def with_own_forward(module: nn.Module) -> Any:
-    """Undo the forward method of mixed precision that Accelerate sets, and return it; ``None`` if there is none.
-
-    It stays in the model after the training. Rows are those of the model in the dtype of its weights.
-    """
-    own, wrapped = (vars(module).get(name) for name in ("_original_forward", "forward"))
-    # Others keep a former method by this name, too.
-    if own is None or not str(getattr(wrapped, "__module__", "")).startswith("accelerate.utils."):
-        return None
-    del vars(module)["forward"]
-    # Keep a forward method of another library, for example of fused kernels.
-    if getattr(own, "__func__", None) is not type(module).forward:
-        vars(module)["forward"] = own
-    return wrapped
 
 
 def _copy_values(values: Mapping[str, Tensor], model: nn.Module) -> None:
