@@ -141,7 +141,7 @@ def run(folder: Path, job: Job) -> None:
         batch_size=job.batch,
         progress=False,
     )
-    check = RowWork.compare
+    check = RowWork._compare
 
     def unrecorded(*given: Any) -> bool:
         # A few rows that are done are computed again to be compared: no row is written by that.
@@ -151,7 +151,7 @@ def run(folder: Path, job: Job) -> None:
         finally:
             log.pauses = False
 
-    RowWork.compare = unrecorded
+    RowWork._compare = unrecorded
     log.write(BEGUN)
     train = RecordedRows(log, *images(job.rows, seed=0))
     attributor.featurize(Rows(train, name="train"), range(job.checkpoints), checkpoint_loader=load)
