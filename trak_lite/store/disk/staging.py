@@ -63,6 +63,7 @@ class Frame:
 
     runs: NDArray[np.int64]
     """First row in the chunk and number of rows of each run, ``(n, 2)``."""
+    num_rows: int
     checksum: int
     head: slice
     """Bytes of the log that describe the rows."""
@@ -86,7 +87,7 @@ class StagedRows:
     def __init__(self, files: TableFiles, chunk: int, *, mapped: bool = False) -> None:
         """Read the log; map it if its lock is held. Touching a map of a log that others shorten kills the process."""
         self._files, self._chunk = files, chunk
-        self._mark = _mark(files, chunk)
+        self._mark, self._row_bytes = _mark(files, chunk), files.spec.row_bytes
         self._log: bytes | mmap.mmap = b""
         with contextlib.suppress(FileNotFoundError):
             self._log = self._open(mapped=mapped)
@@ -146,10 +147,11 @@ class StagedRows:
         if log[check:start] != _CHECK.pack(crc32c(log[offset:check])):
             return None
         runs = np.frombuffer(log, "<u4", 2 * count, offset + _FRAME.size).reshape(-1, 2).astype(np.int64)
-        stop = start + int(runs[:, 1].sum()) * spec.row_bytes
+        num_rows = int(runs[:, 1].sum())
+        stop = start + num_rows * self._row_bytes
         if stop > len(log) or (runs.sum(axis=1) > spec.chunk_rows).any():
             return None
-        return Frame(runs, checksum, slice(offset, start), slice(start, stop))
+        return Frame(runs, num_rows, checksum, slice(offset, start), slice(start, stop))
 
     def _sound(self) -> Iterator[Frame]:
         """Yield the frames whose rows match their checksum."""
@@ -195,7 +197,7 @@ class StagedRows:
             for column, parts in zip(self._files.columns, pieces, strict=True):
                 start = offset + int(index_of[row]) * column.row_bytes
                 parts.append(content[start : start + (stop - row) * column.row_bytes])
-                offset += int(frame.runs[:, 1].sum()) * column.row_bytes
+                offset += frame.num_rows * column.row_bytes
         return frame_of[:rows] >= 0, pieces
 
     def copy(self, *, sound: bool) -> bytes:
