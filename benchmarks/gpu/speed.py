@@ -23,7 +23,8 @@ from trak_lite import Attributor
 from trak_lite.core.devices import full_float32, model_pass
 from trak_lite.featurizing.rows import compute_features
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer, collect_gradients
-from trak_lite.linalg.kernel import KernelSettings, factorise, gram
+from trak_lite.linalg.gram import gram
+from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.linalg.products import score_block
 from trak_lite.modelout_functions import CallableModelOutput
 from trak_lite.projectors import CountSketchProjector, RademacherProjector, _kernels

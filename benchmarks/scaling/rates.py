@@ -29,7 +29,8 @@ from torch import distributed
 from benchmarks.bench_store import fill, make_table
 from benchmarks.measuring import cpu_seconds
 from benchmarks.scaling.ranks import keep, start
-from trak_lite.linalg.kernel import KernelSettings, factorise, gram
+from trak_lite.linalg.gram import gram
+from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.linalg.products import score_block
 from trak_lite.linalg.topk import TopK
 from trak_lite.run.tables import feature_table_spec

@@ -11,16 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError, StateError
+from trak_lite.linalg.eigen import eigenpath, precondition_path
+from trak_lite.linalg.gram import GramAccumulator, gram
 from trak_lite.linalg.kernel import (
     DEFAULT_SHARES,
-    GramAccumulator,
     KernelSettings,
-    eigenpath,
     factorise,
     factorise_segments,
-    gram,
     precondition,
-    precondition_path,
 )
 from trak_lite.linalg.products import score_block, self_scores, unit_segments
 from trak_lite.linalg.topk import TopK

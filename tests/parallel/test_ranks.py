@@ -22,7 +22,7 @@ from rank_cases import IMAGES, LM, N, contents, internals
 from trak_lite import Attributor
 from trak_lite.errors import RankError
 from trak_lite.featurizing.session import FeaturizingSession
-from trak_lite.linalg.kernel import GramAccumulator, gram
+from trak_lite.linalg.gram import GramAccumulator, gram
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.ranks import Ranks

@@ -1,4 +1,4 @@
-r"""The attribution kernel: gram matrix, damping, and solves for the targets.
+r"""The attribution kernel: damping of the gram matrix, and solves for the targets.
 
 Implements section 3.2 of Park et al., "TRAK: Attributing Model Behavior at Scale" (arXiv:2303.14186), including
 the Gauss-Newton weights of its derivation: :math:`H = \sum_i w_i \phi_i \phi_i^\top` is damped by
@@ -8,38 +8,32 @@ With fewer rows than features the kernel is factorised on the side of the rows: 
 roots of their weights, :math:`(W^\top W + \lambda I)^{-1} t = (t - W^\top (W W^\top + \lambda I)^{-1} W t) / \lambda`.
 
 Shapes: N train rows, M targets, b rows of a block, K feature width, k columns of one segment.
-Numerics: float64, or float32 on a device without float64. Only ``gram(exact=False)`` uses float32 products.
-Only the lower triangle of a gram matrix is read.
+Numerics: float64, or float32 on a device without float64. Only the lower triangle of a gram matrix is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Literal, Self, final
 
 import torch
 from torch import Tensor
 
-from trak_lite.core.devices import eigh_of_positive, full_float32, to_device, wide_dtype
+from trak_lite.core.devices import eigh_of_positive
 from trak_lite.core.validate import known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
+from trak_lite.linalg.gram import check_rows, lower_product
 from trak_lite.types import FeatureLayout, Segment
 
 __all__ = [
     "DEFAULT_SHARES",
-    "EigenKernel",
-    "GramAccumulator",
     "KernelSettings",
     "SegmentKernel",
-    "eigenpath",
-    "eigenpath_segments",
     "factorise",
     "factorise_segments",
-    "gram",
     "precondition",
-    "precondition_path",
 ]
 
 DEFAULT_SHARES: Final[Mapping[str, float]] = {"curvature": 0.2, "none": 0.2, "fisher": 0.02}
@@ -49,12 +43,6 @@ Chosen by leaving one problem out (``benchmarks/lds/defaults.py``). A gram matri
 eigenvalues, so one share suits narrow and wide segments, few and many train rows. Stored scores do not record the
 shares: increase :attr:`AbstractMethod.version` of the methods with a kernel if you change them.
 """
-_GRAM_ROWS: Final = 256
-"""Rows upcast at a time: enough for a fast matrix product on a CPU, small compared with a chunk."""
-_COARSE_GRAM_ROWS: Final = 1024
-"""Rows per product on an accelerator, and with ``exact=False``, where float32 products are added to a float64 sum."""
-_PANEL: Final = 256
-"""Rows of a product of a matrix with its transpose that are computed at once, up to the diagonal."""
 _SMALL_LAMBDA: Final = 1e-6
 """Lambda below this share of the trace is not used on the side of the rows: that form subtracts numbers which are
 ``trace(H) / lambda`` times as large as the result, and so loses as many digits."""
@@ -158,7 +146,7 @@ class SegmentKernel:
         Raises:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
-        rows = _matching_rows(targets, self.width, self.factor)
+        rows = matching_rows(targets, self.width, self.factor)
         if self.is_pseudo_inverse:
             return (rows @ self.factor @ self.factor.T).mul_(self.multiplier)
         right = rows if self.rows is None else rows @ self.rows.T
@@ -181,7 +169,7 @@ class SegmentKernel:
         Raises:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
-        rows = _matching_rows(rows, self.width, self.factor)
+        rows = matching_rows(rows, self.width, self.factor)
         columns = rows.T if self.rows is None else (rows @ self.rows.T).T
         whitened = (
             self.factor.T @ columns
@@ -192,102 +180,6 @@ class SegmentKernel:
         if self.rows is not None:
             values = (rows.square().sum(1) - values).div_(self.lambda_reg).clamp_(min=0)
         return values.mul_(self.multiplier)
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class EigenKernel:
-    """Eigendecomposition of one segment's kernel, usable for every lambda."""
-
-    eigenvalues: Tensor
-    """``(k,)`` ascending."""
-    eigenvectors: Tensor
-    """``(k, k)``, one per column."""
-
-    @property
-    def width(self) -> int:
-        """Number of columns k."""
-        return self.eigenvectors.shape[0]
-
-    @property
-    def mean_eigenvalue(self) -> float:
-        """``trace(H) / k``, the unit of a relative damping."""
-        return float(self.eigenvalues.mean())
-
-    @torch.no_grad()
-    def solve(self, targets: Tensor, lambda_reg: float) -> Tensor:
-        """Return ``(H + lambda I)^-1 t`` for each row t.
-
-        Args:
-            targets: ``(M, k)`` of any floating dtype.
-            lambda_reg: Absolute lambda, in units of a squared feature.
-
-        Returns:
-            ``(M, k)`` in the eigenvectors' dtype.
-
-        Raises:
-            InvalidInputError: If the width is not k, the dtype is not floating, or lambda is negative.
-            SingularKernelError: If the smallest damped eigenvalue is rounding noise.
-        """
-        lambda_reg = real_at_least(0.0, lambda_reg=lambda_reg)
-        rows = _matching_rows(targets, self.width, self.eigenvectors)
-        damped = self.eigenvalues + lambda_reg
-        smallest, largest = float(damped[0]), float(damped[-1])
-        if smallest <= _noise_floor(damped) * largest:
-            raise SingularKernelError(
-                f"The kernel of width {self.width} is numerically singular at lambda = {lambda_reg:g}: "
-                f"its damped eigenvalues run from {smallest:.3g} to {largest:.3g}. "
-                f"Use a larger lambda (the mean eigenvalue is {self.mean_eigenvalue:.3g})."
-            )
-        return ((rows @ self.eigenvectors) / damped) @ self.eigenvectors.T
-
-
-@torch.no_grad()
-def gram(
-    blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: FeatureLayout, exact: bool = True
-) -> list[Tensor]:
-    r"""Accumulate :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment.
-
-    The result depends on the order of the rows but not on their division into blocks: rows are regrouped before
-    they are multiplied, so the result is bitwise the same.
-
-    Args:
-        blocks: Feature blocks ``(b, K)`` of any floating dtype on one device; ``b`` may differ per block.
-        weights: ``(N,)`` weight of each row in block order, at least 0; ``None`` for 1 each.
-        layout: The segments of a row.
-        exact: Multiply in float64. ``False`` multiplies 1024 rows at a time in float32 and sums the products in
-            float64, which takes half the time.
-
-    Returns:
-        For each segment a ``(k, k)`` tensor, float64 (float32 on a device without float64).
-
-    Raises:
-        InvalidInputError: If there is no row, a block has a wrong width, device or dtype, or weights are negative or
-            not one per row.
-        NonFiniteError: If a weight is NaN or infinite.
-
-    Example:
-        >>> gram([torch.eye(2), torch.ones(1, 2)], layout=FeatureLayout.joint(2))
-        [tensor([[2., 1.],
-                [1., 2.]], dtype=torch.float64)]
-    """
-    accumulator: GramAccumulator | None = None
-    row = 0
-    if weights is not None:
-        _check_weights(weights)
-    for block in blocks:
-        check_rows(block, layout)
-        accumulator = accumulator or GramAccumulator(layout, block.device, exact=exact)
-        block_weights = None if weights is None else weights[row : row + block.shape[0]]
-        row += block.shape[0]
-        if weights is not None and row > len(weights):
-            break
-        accumulator.add(block, block_weights)
-    if accumulator is None or row == 0:
-        raise InvalidInputError("There are no rows to sum over. Give at least one block with a row.")
-    if weights is not None:
-        _check_count(len(weights), row)
-    return accumulator.result()
 
 
 @torch.no_grad()
@@ -319,10 +211,10 @@ def factorise(
         NonFiniteError: If the gram matrix holds NaN or an infinite value.
         InvalidInputError: If it is not a square floating matrix.
     """
-    (mean,), width = _mean_eigenvalues([gram], [segment], num_rows), gram.shape[1]
+    (mean,), width = mean_eigenvalues([gram], [segment], num_rows), gram.shape[1]
     rows = gram if len(gram) < width else None
     if rows is not None:
-        gram = _lower_product(rows)  # has the eigenvalues of H that can be above zero
+        gram = lower_product(rows)  # has the eigenvalues of H that can be above zero
     lambda_reg = settings.lambda_reg
     if lambda_reg is None and settings.damping is not None:
         lambda_reg = settings.damping * mean
@@ -333,7 +225,7 @@ def factorise(
         factor = _cholesky(gram, lambda_reg) if large else None
         if factor is not None:
             return SegmentKernel(factor, lambda_reg, rows=rows)
-        gram = _lower_product(rows.T)
+        gram = lower_product(rows.T)
     where = f"segment {segment!r} ({width} features, {num_rows} train rows, mean eigenvalue {mean:.3g})"
     if lambda_reg == 0.0 and width > num_rows:
         if allow_singular:
@@ -386,97 +278,13 @@ def factorise_segments(
         InvalidInputError: If the matrices do not fit the layout.
     """
     check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
-    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments], num_rows)
+    means = mean_eigenvalues(grams, [segment.name for segment in layout.segments], num_rows)
     return [
         factorise(matrix, settings, num_rows=num_rows, segment=segment.name, allow_singular=allow_singular)
         if mean > 0.0
         else SegmentKernel(torch.eye(segment.width, dtype=matrix.dtype, device=matrix.device), 0.0, 0.0)
         for matrix, mean, segment in zip(grams, means, layout.segments, strict=True)
     ]
-
-
-@torch.no_grad()
-def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
-    """Return the eigendecomposition of one segment's gram matrix, for solves with many lambdas.
-
-    Args:
-        gram: ``(k, k)`` symmetric, as :func:`gram` returns it; not changed.
-        segment: Name for messages.
-
-    Raises:
-        SingularKernelError: If the gram matrix is zero.
-        NonFiniteError: If the gram matrix holds NaN or an infinite value.
-        InvalidInputError: If it is not a square floating matrix.
-    """
-    _mean_eigenvalues([gram], [segment])
-    return EigenKernel(*eigh_of_positive(gram))
-
-
-def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> list[EigenKernel]:
-    """Return the eigendecompositions of all segments' gram matrices.
-
-    If some but not all gram matrices vanish, their decompositions have no eigenvalues and the segments add nothing to
-    any score, as in :func:`factorise_segments`.
-
-    Raises:
-        SingularKernelError: If all gram matrices are zero.
-        NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
-        InvalidInputError: If the matrices do not fit the layout.
-    """
-    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
-    means = _mean_eigenvalues(grams, [segment.name for segment in layout.segments])
-    return [
-        eigenpath(matrix, segment=segment.name)
-        if mean > 0.0
-        else EigenKernel(matrix.new_zeros(0), matrix.new_zeros(segment.width, 0))
-        for matrix, mean, segment in zip(grams, means, layout.segments, strict=True)
-    ]
-
-
-@torch.no_grad()
-def precondition_path(
-    targets: Tensor,
-    kernels: Sequence[EigenKernel],
-    dampings: Sequence[float | None],
-    *,
-    layout: FeatureLayout,
-    num_rows: int,
-    settings: KernelSettings | None = None,
-) -> Tensor:
-    """Return the targets multiplied by (H + lambda I)^-1 for every damping.
-
-    Args:
-        targets: ``(M, K)`` target features of any floating dtype.
-        kernels: One decomposition per segment.
-        dampings: L lambdas in units of each segment's mean eigenvalue; ``None`` is the default damping.
-        layout: The segments.
-        num_rows: N, rows that the gram matrices were summed over.
-        settings: Weighting of the kernels, which sets the default damping; ``None`` for the default settings.
-
-    Returns:
-        ``(L, M, K)`` in the kernels' dtype; ``[l]`` is the result of :func:`precondition` at ``dampings[l]``.
-
-    Raises:
-        InvalidInputError: If targets or kernels do not fit the layout, or a damping is negative.
-        SingularKernelError: If a kernel is numerically singular at a damping.
-    """
-    settings = KernelSettings() if settings is None else settings
-    check_rows(targets, layout)
-    check_widths([kernel.width for kernel in kernels], layout)
-    first = kernels[0].eigenvectors
-    result = torch.zeros(len(dampings), *targets.shape, dtype=first.dtype, device=first.device)
-    for segment, kernel in zip(layout.segments, kernels, strict=True):
-        if not len(kernel.eigenvalues):
-            continue
-        columns = targets[:, segment.start : segment.stop]
-        for solved, damping in zip(result, dampings, strict=True):
-            if damping is None:
-                squares = float(kernel.eigenvalues.square().sum())
-                lambda_reg = settings.default_lambda(squares, width=kernel.width, num_rows=num_rows)
-            else:
-                lambda_reg = real_at_least(0.0, damping=damping) * kernel.mean_eigenvalue
-            solved[:, segment.start : segment.stop] = kernel.solve(columns, lambda_reg)
-    return result
 
 
 @torch.no_grad()
@@ -503,136 +311,6 @@ def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: F
     return result
 
 
-@final
-class GramAccumulator:
-    """Accumulates the gram matrices of :func:`gram` incrementally; rows are upcast in one small buffer.
-
-    Example:
-        >>> sums = GramAccumulator(FeatureLayout.joint(2), torch.device("cpu"))
-        >>> sums.add(torch.eye(2), torch.tensor([4.0, 1.0]))
-        >>> sums.result()
-        [tensor([[4., 0.],
-                [0., 1.]], dtype=torch.float64)]
-    """
-
-    def __init__(
-        self,
-        layout: FeatureLayout,
-        device: torch.device,
-        *,
-        exact: bool = True,
-        first_row: int = 0,
-        num_rows: int | None = None,
-    ) -> None:
-        """Start at zero.
-
-        Args:
-            layout: As in :func:`gram`.
-            device: Device of the rows and of the results.
-            exact: As in :func:`gram`.
-            first_row: The first row's number in messages.
-            num_rows: N, if the weighted rows of segments that :func:`keeps_rows` are to be returned instead of their
-                gram matrices.
-        """
-        dtype = wide_dtype(device)
-        self._next_row = first_row
-        self._layout = layout
-        heights = [
-            s.width if num_rows is None or not keeps_rows(s.width, num_rows) else num_rows
-            for s in layout.segments
-        ]
-        self._grams = [
-            torch.zeros(height, s.width, dtype=dtype, device=device)
-            for height, s in zip(heights, layout.segments, strict=True)
-        ]
-        self._multiplied = 0
-        self._rows = _GRAM_ROWS if exact and device.type == "cpu" else _COARSE_GRAM_ROWS
-        product = dtype if exact else torch.float32
-        self._buffer = torch.empty(self._rows, layout.width, dtype=product, device=device)
-        self._filled = 0
-
-    @torch.no_grad()
-    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows ``(b, K)`` with weights ``(b,)``; ``None`` for 1 each.
-
-        Raises:
-            InvalidInputError: As :func:`gram`.
-            NonFiniteError: If a weight is NaN or infinite.
-        """
-        check_rows(rows, self._layout)
-        roots: Tensor | None = None
-        if weights is not None:
-            _check_count(len(weights), len(rows))
-            roots = _root_weights(weights, self._next_row).to(self._buffer.dtype)
-        self._next_row += len(rows)
-        if rows.device != self._buffer.device:
-            raise InvalidInputError(
-                f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
-                "Give all blocks on one device."
-            )
-        if roots is not None:
-            roots = to_device(roots, rows.device)
-        start = 0
-        while start < rows.shape[0]:
-            stop = min(start + self._rows - self._filled, rows.shape[0])
-            part = self._buffer[self._filled : self._filled + stop - start]
-            part.copy_(rows[start:stop])
-            if roots is not None:
-                part.mul_(roots[start:stop, None])
-            self._filled += stop - start
-            start = stop
-            if self._filled == self._rows:
-                self._multiply()
-
-    def result(self) -> list[Tensor]:
-        """Return the gram matrices; call it once, after the last rows."""
-        if self._filled:
-            self._multiply()
-        for matrix in self._grams:
-            if matrix.shape[0] == matrix.shape[1]:
-                # Copy what is below the diagonal panels to where it belongs above them.
-                for start in range(_PANEL, len(matrix), _PANEL):
-                    stop = start + _PANEL
-                    matrix[:start, start:stop] = matrix[start:stop, :start].T
-        return self._grams
-
-    def _multiply(self) -> None:
-        start, self._multiplied = self._multiplied, self._multiplied + self._filled
-        for segment, matrix in zip(self._layout.segments, self._grams, strict=True):
-            columns = self._buffer[: self._filled, segment.start : segment.stop]
-            if len(matrix) < segment.width:
-                matrix[start : self._multiplied] = columns
-            else:
-                _add_lower_product_(matrix, columns.T)
-        self._filled = 0
-
-
-def keeps_rows(width: int, num_rows: int) -> bool:
-    """Return whether a kernel of this width is factorised on the side of the rows, because they are few."""
-    return 4 * num_rows <= 3 * width
-
-
-def _add_lower_product_(total: Tensor, rows: Tensor) -> None:
-    """Add ``rows @ rows.T`` to ``total``, in panels that end at the diagonal: what is above them is not computed."""
-    # On an accelerator one product takes less time than panels of half as many operations.
-    panel_rows = _PANEL if rows.device.type == "cpu" else max(len(rows), 1)
-    with full_float32(rows.device):
-        for start in range(0, len(rows), panel_rows):
-            stop = min(start + panel_rows, len(rows))
-            panel, other = total[start:stop, :stop], rows[:stop].T
-            if rows.dtype == total.dtype:
-                panel.addmm_(rows[start:stop], other)
-            else:
-                panel.add_(rows[start:stop] @ other)
-
-
-def _lower_product(rows: Tensor) -> Tensor:
-    """Return a matrix whose lower triangle is that of ``rows @ rows.T``."""
-    total = rows.new_zeros(len(rows), len(rows))
-    _add_lower_product_(total, rows)
-    return total
-
-
 def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     """Return the lower factor of ``gram + lambda I``, or ``None`` if a pivot is negative or rounding noise.
 
@@ -643,7 +321,7 @@ def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     damped.diagonal().add_(lambda_reg)
     diagonal = damped.diagonal().clone()
     factor, failed = torch.linalg.cholesky_ex(damped)
-    noise = _noise_floor(diagonal) * diagonal
+    noise = noise_floor(diagonal) * diagonal
     singular = bool(failed) or bool((factor.diagonal().square() <= noise).any())
     return None if singular else factor
 
@@ -652,56 +330,10 @@ def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -
     """Return the pseudo-inverse of ``gram + lambda I``; eigenvalues that are rounding noise count as zero."""
     eigenvalues, eigenvectors = eigh_of_positive(gram)
     damped = eigenvalues + lambda_reg
-    large = damped > _noise_floor(damped) * damped[-1]
+    large = damped > noise_floor(damped) * damped[-1]
     root = eigenvectors[:, large] / damped[large].sqrt()
     multiplier = 1.0 / float((root @ root.T).abs_().mean()) if settings.rescale_inverse else 1.0
     return SegmentKernel(root, lambda_reg, multiplier, is_pseudo_inverse=True)
-
-
-def _check_weights(weights: Tensor) -> None:
-    if weights.dim() != 1 or not weights.is_floating_point():
-        raise InvalidInputError(
-            f"weights must be a floating tensor (N,), got shape {tuple(weights.shape)} of {weights.dtype}."
-        )
-
-
-def _root_weights(weights: Tensor, first_row: int) -> Tensor:
-    """Check the weights and return their square roots, so that H is a product of weighted rows."""
-    _check_weights(weights)
-    bad = torch.nonzero(~torch.isfinite(weights)).flatten()
-    if len(bad):
-        raise NonFiniteError(
-            f"{len(bad)} of {len(weights)} weights are NaN or infinite, the first at row {first_row + int(bad[0])}. "
-            "Check the loss curvature of these samples, or use weighting='none' (Attributor: "
-            "method=TRAK(damping=None, layout='stored'))."
-        )
-    bad = torch.nonzero(weights < 0).flatten()
-    if len(bad):
-        raise InvalidInputError(
-            f"{len(bad)} of {len(weights)} weights are negative, the first at row {first_row + int(bad[0])} "
-            f"({float(weights[bad[0]]):.3g}). A loss that is not convex in the output has no "
-            "Gauss-Newton kernel; use weighting='none' (Attributor: method=TRAK(damping=None, layout='stored'))."
-        )
-    return weights.to(wide_dtype(weights.device)).sqrt()
-
-
-def _check_count(num_weights: int, num_rows: int) -> None:
-    """Raise if there is not one weight per row; ``num_rows`` is a lower bound if it exceeds the weights."""
-    if num_weights != num_rows:
-        more = "at least " if num_rows > num_weights else ""
-        raise InvalidInputError(
-            f"There are {num_weights} weights but {more}{num_rows} rows. "
-            "Give one weight per row, in the order of the blocks."
-        )
-
-
-def check_rows(block: Tensor, layout: FeatureLayout) -> None:
-    """Raise if feature rows are not a floating ``(rows, K)`` tensor of the layout's width."""
-    if block.dim() != 2 or block.shape[1] != layout.width or not block.is_floating_point():
-        raise InvalidInputError(
-            f"Feature rows must be a floating tensor (rows, {layout.width}), "
-            f"got shape {tuple(block.shape)} of {block.dtype}."
-        )
 
 
 def check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str = "kernels") -> None:
@@ -714,13 +346,13 @@ def check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str = "k
         )
 
 
-def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
+def matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
     """Return rows ``(n, width)`` in the dtype and on the device of ``like``."""
     check_rows(rows, FeatureLayout((Segment("kernel", 0, width),)))
     return rows.to(like)
 
 
-def _mean_eigenvalues(
+def mean_eigenvalues(
     grams: Sequence[Tensor], segments: Sequence[str], num_rows: int | None = None
 ) -> list[float]:
     """Return ``trace(H) / k`` of valid gram matrices, 0 if one vanishes; raise if all of them do.
@@ -766,6 +398,6 @@ def _sum_of_squares(gram: Tensor) -> float:
     return float(2.0 * below + gram.diagonal().square().sum())
 
 
-def _noise_floor(values: Tensor) -> float:
+def noise_floor(values: Tensor) -> float:
     """Return the relative size below which a pivot or eigenvalue of ``k`` values is indistinguishable from zero."""
     return _PIVOT_MARGIN * values.shape[0] * torch.finfo(values.dtype).eps

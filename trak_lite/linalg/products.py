@@ -19,7 +19,8 @@ from torch import Tensor
 
 from trak_lite.core.devices import full_float32, wide_dtype
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.kernel import SegmentKernel, check_rows, check_widths
+from trak_lite.linalg.gram import check_rows
+from trak_lite.linalg.kernel import SegmentKernel, check_widths
 from trak_lite.types import FeatureLayout
 
 _TILE_ROWS: Final = 256

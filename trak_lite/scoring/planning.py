@@ -30,7 +30,8 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec
 from trak_lite.featurizing.session import Run
-from trak_lite.linalg.kernel import GramAccumulator, KernelSettings, factorise, keeps_rows
+from trak_lite.linalg.gram import GramAccumulator, keeps_rows
+from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches

@@ -18,7 +18,8 @@ from torch import Tensor
 from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.linalg.kernel import SegmentKernel, eigenpath_segments, precondition, precondition_path
+from trak_lite.linalg.eigen import eigenpath_segments, precondition_path
+from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
