@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import hashlib
-import logging
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -19,35 +14,25 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
     SequentialSampler,
     TensorDataset,
     default_collate,
-    get_worker_info,
 )
 
-from trak_lite.core.devices import undisturbed
-from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
-    ColumnMarks,
     flatten_batch,
-    is_sparse,
     move_batch,
-    pads,
-    parts_of,
     rows_in_batches,
     take_rows,
 )
-from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
+from trak_lite.data.digests import digest
+from trak_lite.data.loading import NUM_HELD, Collate, Samples, loaded
+from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
-logger = logging.getLogger(__name__)
-
-Collate: TypeAlias = Callable[[list[Any]], Batch]
-"""Turns a list of samples into a batch."""
 RowNumbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 """Numbers of rows, ``(n,)``."""
 _DIGESTED_ROWS = 1 << 20
@@ -56,12 +41,8 @@ _WORKER_SETTINGS = ("num_workers", "prefetch_factor", "multiprocessing_context",
 """Worker settings copied from the user's loader."""
 _NUM_PROBES = 64
 """Samples hashed to recognise a dataset. 64 probes miss a 10 % label change with probability 0.1 %."""
-_NUM_HELD = 8
-"""Samples of the first loaded batch that are kept, and of some batches that are collated again."""
 _MOST_COLUMNS = 4
 """A list of more arrays is a dataset of samples, also if all have one length."""
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
-"""Types hashed by class and repr."""
 
 
 class _AsTheyAre:
@@ -129,7 +110,7 @@ class Rows(_AsTheyAre):
             self.dataset = data
         _refuse_unindexed(self.dataset, what)
         self.collate = collate or default_collate
-        self._samples = _Samples(self.dataset, self.collate, self._worker_init, what)
+        self._samples = Samples(self.dataset, self.collate, self._worker_init, what)
         self.has_batch_size = batch_size is not None
         """Whether the user or a loader has set the batch size."""
         self.batch_size = batch_size or DEFAULT_BATCH_SIZE
@@ -202,7 +183,7 @@ class Rows(_AsTheyAre):
         loader = DataLoader(
             self._samples,
             batch_sampler=dataset_indices(),
-            collate_fn=_as_it_is,  # _Samples.__getitems__ has collated them
+            collate_fn=_as_it_is,  # Samples.__getitems__ has collated them
             worker_init_fn=self._samples.init_worker,
             # Without its own generator the loader would advance the caller's RNG. It must be on the default device.
             generator=torch.Generator(torch.get_default_device()),
@@ -222,7 +203,7 @@ class Rows(_AsTheyAre):
         """Keep a copy of a few samples of the first batch whose tensors all have one entry per row."""
         leaves = flatten_batch(batch)[0] if self.held is None else []
         if leaves and all(len(leaf) == len(rows) for leaf in leaves):
-            held = rows[:_NUM_HELD]
+            held = rows[:NUM_HELD]
             self.held = HeldRows(self.what, held, take_rows(batch, list(range(len(held)))), len(self))
 
     def identity(self, *, num_rows: int | None = None) -> dict[str, Any]:
@@ -250,17 +231,17 @@ class Rows(_AsTheyAre):
         if isinstance(self.dataset, TensorDataset):  # cheap enough to be exact
             tensors = self.dataset.tensors
             in_order = self._indices is None
-            identity["tensors"] = _digest(tuple(t[:num_rows] for t in tensors) if in_order else tensors)
+            identity["tensors"] = digest(tuple(t[:num_rows] for t in tensors) if in_order else tensors)
         plain = type(self.dataset) is TensorDataset
         if plain and self.collate is default_collate:
             return identity
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
-        samples = _loaded(self.dataset, self._in_dataset(probed).tolist(), self.what)
+        samples = loaded(self.dataset, self._in_dataset(probed).tolist(), self.what)
         if not plain:
-            identity["samples"] = _digest(samples)
+            identity["samples"] = digest(samples)
         if self.collate is not default_collate:
             # Collate one by one: padding depends on the other samples of a batch, and these on the batch size.
-            identity["collated"] = _digest([self.collate([sample]) for sample in samples])
+            identity["collated"] = digest([self.collate([sample]) for sample in samples])
         return identity
 
     def _in_dataset(self, rows: RowNumbers) -> RowNumbers:
@@ -284,140 +265,6 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
         name=data.name if is_rows else None,
         what=what,
     )
-
-
-@dataclasses.dataclass(eq=False)
-class _Samples(Dataset[Any]):
-    """Wraps the user's dataset and collate function for torch's loader; their exceptions name the samples."""
-
-    _dataset: Any
-    _collate: Collate
-    _worker_init: Callable[[int], None] | None
-    what: str
-    _marks: ColumnMarks = dataclasses.field(default_factory=ColumnMarks)
-    _num_batches: int = 0
-    """Batches of several samples that the user's collate function made."""
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        fetch = getattr(self._dataset, "__getitems__", None)
-        if fetch is None:
-            samples = _loaded(self._dataset, indices, self.what)
-        else:
-            with _naming(indices, self.what):
-                samples = fetch(indices)
-        with _naming(indices, self.what):
-            copies = None
-            if self._collate is not default_collate and len(samples) > 1:
-                self._num_batches += 1
-                if self._num_batches & (self._num_batches - 1) == 0:  # 1, 2, 4, ...
-                    copies = _copied(samples)  # before the collate function may change them
-            if copies is not None and self._reorders(copies):
-                raise InvalidInputError(
-                    f"The collate function of {self.what} changes the order of its samples: some entries of a batch "
-                    "are those of other samples. Expected entry i to be made from sample i, because rows are numbered "
-                    "by it. Do not sort or roll samples in the collate function: "
-                    "nn.utils.rnn.pack_padded_sequence(..., enforce_sorted=False) takes lengths in any order."
-                )
-            return self._marks.marked(self._collate(samples), lambda: self._collated(copies and copies[:1]))
-
-    def _reorders(self, samples: list[Any]) -> bool:
-        """Whether a batch of some samples has the entries of the samples collated alone in another order."""
-        batches = [self._collated(samples), self._collated(samples, seed=1)]
-        batches += [self._collated([sample]) for sample in samples]
-        parts = list(map(parts_of, batches))
-        count = len(samples)
-        if len({len(some) for some in parts}) > 1:  # a part is left out for some
-            return False
-        try:
-            for part, again, *alone in zip(*parts, strict=True):
-                if len(part) != count or any(len(one) != 1 for one in alone):
-                    return False
-                if not _fits(part, again):
-                    continue  # drawn anew
-                fits = [[_fits(part[j : j + 1], one) for j in range(count)] for one in alone]
-                matches = [*fits, *zip(*fits, strict=True)]
-                # A part that numbers the places of a batch does not match the samples alone.
-                if all(map(any, matches)) and not all(fits[i][i] for i in range(count)):
-                    return True
-        except Exception as error:  # values without equality, such as lists of arrays
-            refuse_machine_failure(error)
-            logger.debug("The order of a batch is not looked at: %s", error)
-        return False
-
-    def _collated(self, samples: list[Any] | None, seed: int = 0) -> Batch | None:
-        """Return the batch of copies of some samples, if the collate function makes one."""
-        try:
-            with undisturbed(seed):  # collate functions may draw masks
-                return None if samples is None else self._collate(copy.deepcopy(samples))
-        except Exception as error:  # a user's function, which need not take so few samples
-            refuse_machine_failure(error)
-            logger.debug("Samples are not collated again: %s", error)
-            return None
-
-    def init_worker(self, worker: int) -> None:
-        """Put the user's dataset into the worker info and run the user's ``worker_init_fn``."""
-        info = get_worker_info()
-        assert info is not None
-        object.__setattr__(info, "dataset", self._dataset)  # WorkerInfo is frozen and holds this wrapper
-        if self._worker_init is not None:
-            with _naming([], self.what):
-                self._worker_init(worker)
-
-
-def _fits(entries: Any, alone: Any) -> bool:
-    """Whether entries of a batch are those of samples alone, padded or not."""
-    if isinstance(entries, Tensor):
-        is_dense = entries.layout == alone.layout == torch.strided and not entries.is_nested
-        return is_dense and pads(entries, alone) is not None
-    return np.array_equal(entries, alone) if isinstance(entries, np.ndarray) else list(entries) == list(alone)
-
-
-def _copied(samples: Any) -> list[Any] | None:
-    """Return copies of a few samples in a list; ``None`` if the dataset gave a batch, or a sample has no copy."""
-    try:
-        return copy.deepcopy(samples[:_NUM_HELD]) if isinstance(samples, list) else None
-    except Exception as error:
-        refuse_machine_failure(error)
-        logger.debug("Samples are not copied: %s", error)
-        return None
-
-
-def _loaded(dataset: Any, indices: Sequence[int], what: str) -> list[Any]:
-    samples = []
-    for index in indices:
-        with _naming([index], what):
-            samples.append(dataset[index])
-    return samples
-
-
-@contextmanager
-def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
-    """Add the sample numbers to exceptions raised while loading; turn ``StopIteration`` into ``InvalidInputError``.
-
-    A ``for`` loop over a loader would treat a dataset's ``StopIteration`` as the end of the data.
-    """
-    samples = f"sample {indices[0]}" if len(indices) == 1 else f"samples {', '.join(map(str, indices))}"
-    doing = f"loading {samples} of {what}" if indices else f"a worker was prepared to load {what}"
-    try:
-        yield
-    except StopIteration as error:
-        raise InvalidInputError(
-            f"StopIteration was raised while {doing}. An exhausted next(...) in the dataset raises it: give next() "
-            "a default, or raise an error that says what is missing."
-        ) from error
-    except Exception as error:
-        # By torch's default collate function.
-        is_ragged = re.search("(to be|be of) equal size", str(error)) and not isinstance(
-            error, InvalidInputError
-        )
-        if len(indices) > 1 and is_ragged:
-            raise InvalidInputError(
-                f"The {samples} of {what} have different lengths ({summary(error):.200}). Expected a collate function "
-                "that pads them: collate=..., or a DataLoader with collate_fn=... as data, which the functions of a "
-                "recipe may return; trak_lite.pad_documents pads the tokens of texts."
-            ) from error
-        error.add_note(f"Raised while {doing}.")
-        raise
 
 
 def _as_it_is(batch: Batch) -> Batch:
@@ -510,70 +357,6 @@ def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -
             f"indices of {what} hold {outside[:5].tolist()}, but it has rows 0 to {size - 1}. Use indices inside it."
         )
     return numbers.astype(np.int64)
-
-
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
-    _digest_value(value, digest)
-    return digest.hexdigest()
-
-
-def _digest_value(value: Any, digest: hashlib._Hash) -> None:
-    """Add a value to a digest, such that different values add different bytes.
-
-    Tensors and arrays are hashed by dtype, shape and bytes, containers by their items in order, other values by class
-    and repr. Each entry is prefixed with its kind and its number of items or lengths.
-    """
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
-        _add(digest, "array", f"{value.shape}{value.dtype}".encode())
-        value = value.tolist()
-    elif isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
-    if isinstance(value, Tensor) and value.is_meta:
-        raise InvalidInputError(
-            "The data hold tensors on the meta device, which have no values. Load the values."
-        )
-    if is_sparse(value):
-        _add(digest, "sparse", str(value.layout).encode())
-        value = value.to_dense()
-    if isinstance(value, Tensor):
-        _add(digest, "tensor", f"{tuple(value.shape)}{value.dtype}".encode())
-        digest.update(tensor_bytes(value))
-    elif isinstance(value, Mapping):
-        _add(digest, "mapping", f"{len(value)}".encode())
-        for key, item in value.items():
-            _digest_value(key if isinstance(key, _PLAIN) else repr(key), digest)
-            _digest_value(item, digest)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        _add(digest, "dataclass", f"{len(fields)}".encode())
-        for item in fields:
-            _digest_value(item.name, digest)
-            _digest_value(getattr(value, item.name), digest)
-    elif isinstance(value, tuple | list):
-        _add(digest, "sequence", f"{len(value)}".encode())
-        for item in value:
-            _digest_value(item, digest)
-    elif isinstance(value, _PLAIN):
-        _add(digest, type(value).__name__, repr(value).encode())
-    else:
-        # E.g. an image object: hash its array, because its repr contains a memory address.
-        try:
-            array = np.asarray(value)
-        except (TypeError, ValueError):  # it has entries, of different shapes
-            array = np.empty(0, object)
-        if array.dtype == object:
-            raise InvalidInputError(
-                f"Cannot compute a digest of a {type(value).__name__}, so the dataset cannot be recognised on resume. "
-                "Pass Rows(data, name='a unique name of this data')."
-            )
-        _digest_value(array, digest)
-
-
-def _add(digest: hashlib._Hash, kind: str, text: bytes) -> None:
-    """Add a text and its kind, each prefixed with its length."""
-    for part in (kind.encode(), text):
-        digest.update(len(part).to_bytes(8, "big") + part)
 
 
 @final

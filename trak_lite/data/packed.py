@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from trak_lite.core.validate import one_of
-from trak_lite.data.datasets import Collate, _refuse_unindexed
+from trak_lite.data.datasets import _refuse_unindexed
+from trak_lite.data.loading import Collate
 from trak_lite.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from trak_lite.core.devices import one_behind, without_autocast
 from trak_lite.core.progress import Stages, announce
 from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
-from trak_lite.data.datasets import Collate, HeldRows, RowNumbers, Rows, rows_of
+from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
+from trak_lite.data.loading import Collate
 from trak_lite.data.packed import Documents
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable

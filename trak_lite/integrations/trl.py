@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from trak_lite.data.datasets import Collate
+from trak_lite.data.loading import Collate
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import DPOModelOutput, PolicyGradientModelOutput, reference_columns
 from trak_lite.modelout_functions.language_modeling import IGNORED

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, default_collate
 
 from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.validate import known_names, one_of
-from trak_lite.data.datasets import Collate, Rows, rows_of
+from trak_lite.data.datasets import Rows, rows_of
+from trak_lite.data.loading import Collate
 from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, Task, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
