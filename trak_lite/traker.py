@@ -30,7 +30,8 @@ from trak_lite.core.devices import without_autocast
 from trak_lite.core.folders import whole_file
 from trak_lite.core.validate import integer_at_least, positive_int, real_at_least
 from trak_lite.core.version import __version__
-from trak_lite.data.batches import ColumnMarks, batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
+from trak_lite.data.column_marks import ColumnMarks
 from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (
     AssertedInputError,

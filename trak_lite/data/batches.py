@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 import operator
 import types
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from trak_lite.errors import (
     InvalidInputError,
     UnsupportedModelError,
     refuse_machine_failure,
-    refuse_signal,
 )
 from trak_lite.types import Batch
 
@@ -100,7 +98,7 @@ def map_tensors(
         changes = {name: map_tensors(function, value, other) for name, value in values.items()}
         build = functools.partial(dataclasses.replace, batch)
         return _remade(batch, values, changes, build, walk)
-    if isinstance(batch, tuple | list) and _holds_tensors(batch):
+    if isinstance(batch, tuple | list) and holds_tensors(batch):
         parts = [map_tensors(function, item, other) for item in batch]
         if type(batch) is list or type(batch) is tuple:
             return parts if isinstance(batch, list) else tuple(parts)
@@ -217,16 +215,17 @@ def _copied(batch: Any, parts: Any, attributes: dict[str, Any], walk: Callable[[
     return made
 
 
-def _holds_tensors(batch: Batch) -> bool:
+def holds_tensors(batch: Batch) -> bool:
+    """Return whether there is a tensor in a batch or in a part of it."""
     if type(batch) in _SCALARS:
         return False
     if isinstance(batch, Mapping):
-        return any(map(_holds_tensors, batch.values()))
+        return any(map(holds_tensors, batch.values()))
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return any(_holds_tensors(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init)
+        return any(holds_tensors(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init)
     if isinstance(batch, tuple | list):
         # A data set of texts may be an attribute of every batch.
-        return not _SCALARS.issuperset(map(type, batch)) and any(map(_holds_tensors, batch))
+        return not _SCALARS.issuperset(map(type, batch)) and any(map(holds_tensors, batch))
     return isinstance(batch, Tensor)
 
 
@@ -242,153 +241,35 @@ class ArrayColumn(np.ndarray[Any, Any]):
     """An array of a batch with one entry per sample."""
 
 
-@final
-class ColumnMarks:
-    """Marks the columns of the batches of one source, so that they are divided with the samples.
-
-    The first batch of several samples decides what a column is, and not the length in each batch: a list that all
-    samples share has as many entries as some batch has samples.
-    """
-
-    def __init__(self) -> None:
-        self._places: frozenset[int] | None = None
-        """Of the columns among the lists, tuples and arrays of a batch; ``None`` before a batch of several samples."""
-
-    def marked(self, batch: Batch, alone: Callable[[], Batch | None] = lambda: None) -> Batch:
-        """Return the batch with its columns marked; an invalid batch is returned as it is.
-
-        ``alone`` returns the first sample as a batch of its own, if there is one to compare with.
-
-        Raises:
-            InvalidInputError: If a tensor is sparse, all samples share one, or each sample has tensors of its own.
-        """
-        leaves, sized = flatten_batch(batch)[0], _sized(batch)
-        sparse = next(filter(is_sparse, leaves), None)
-        if sparse is not None:
-            raise InvalidInputError(
-                f"The batch holds a sparse tensor ({sparse.layout}) of shape {tuple(sparse.shape)}, whose samples "
-                "cannot be taken by their numbers. Make it dense in collate (tensor.to_dense()), and sparse again in "
-                "the model if it needs that."
-            )
-        size = len(leaves[0]) if leaves else 0
-        if any(len(leaf) != size for leaf in leaves):
-            return batch
-        if self._places is None and size > 1:
-            one = alone()
-            if one is not None:
-                _refuse_shared(leaves, flatten_batch(one)[0])
-                _refuse_lists(batch, one, size)
-            of_one = [] if one is None else _sized(one)
-            comparable = len(of_one) == len(sized)
-            self._places = frozenset(
-                index
-                for index, value in enumerate(sized)
-                if len(value) == size and (not comparable or len(of_one[index]) == 1)
-            )
-        # Of one sample alone, what has one entry counts as a column.
-        indices = range(len(sized)) if self._places is None else self._places
-        if not indices:
-            return batch
-        counter = itertools.count()
-
-        def mark(value: Any) -> Any:
-            if not _is_sized(value) or next(counter) not in indices or len(value) != size:
-                return value
-            if isinstance(value, np.ndarray):
-                return value.view(ArrayColumn)
-            return ListColumn(value) if isinstance(value, list) else TupleColumn(value)
-
-        return map_tensors(lambda tensor: tensor, batch, mark)
-
-
 def is_sparse(value: Any) -> bool:
     """Return whether a value is a sparse tensor, of any layout."""
     return isinstance(value, Tensor) and str(value.layout).startswith("torch.sparse")
 
 
-def _is_sized(value: Any) -> bool:
-    is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")  # no named tuple
+def is_sized(value: Any) -> bool:
+    """Return whether a value is a list, a tuple that is no named one, or an array with an axis."""
+    is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
     return is_list or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
-def _sized(batch: Batch) -> list[Any]:
+def sized_values(batch: Batch) -> list[Any]:
     """Return the lists, tuples and arrays of a batch that hold no tensors, in order."""
-    return list(filter(_is_sized, _values(batch)))
+    return list(filter(is_sized, _values(batch)))
 
 
 def parts_of(batch: Batch) -> list[Any]:
     """Return the tensors with a sample axis, and the lists, tuples and arrays of a batch, each in order."""
-    return [*flatten_batch(batch)[0], *_sized(batch)]
-
-
-def _refuse_shared(leaves: Sequence[Tensor], of_one: Sequence[Tensor]) -> None:
-    size = len(leaves[0])
-    if len(leaves) != len(of_one):  # a collate function may leave parts out
-        return
-    shared = [leaf for leaf, single in zip(leaves, of_one, strict=True) if leaf.shape == single.shape]
-    if shared:
-        raise InvalidInputError(
-            f"The batch of {size} samples holds a tensor of shape {tuple(shared[0].shape)}, and so does a batch of one "
-            "sample: all samples share it. Axis 0 of every tensor of a batch is the sample axis. Keep what samples "
-            "share in the model or the task, or repeat it for every sample."
-        )
-
-
-def _entries(value: Any, name: str) -> dict[str, Any] | None:
-    """Return the entries of a container that may hold tensors, by their names; ``None`` of anything else."""
-    if isinstance(value, Mapping):
-        return {f"{name}[{key!r}]": entry for key, entry in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f"{name}.{f.name}": getattr(value, f.name, None) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple | list) and _holds_tensors(value):
-        return {f"{name}[{index}]": entry for index, entry in enumerate(value)}
-    return None
-
-
-def _refuse_lists(batch: Batch, one: Batch, size: int, name: str = "batch") -> None:
-    """Raise if a list holds the tensors of one sample in each entry, though its tensors seem to fit the batch."""
-    entries, of_one = _entries(batch, name) or {}, _entries(one, name) or {}
-    grows = _is_sized(batch) and len(entries) == size and len(of_one) == 1
-    # The one sample's tensors would have one row each; numbers, which have no axis, are not divided.
-    if grows and {len(leaf) for leaf in flatten_batch(one)[0]} == {size}:
-        raise InvalidInputError(
-            f"{name} is a {type(batch).__name__} of {size} entries that hold the tensors of one sample each, in a "
-            f"batch of {size} samples. Such entries are not divided with the samples: axis 0 of every tensor is the "
-            "sample axis. Pad and stack them in collate, one tensor for all samples, and leave the padding out in the "
-            "model."
-        )
-    for key in entries.keys() & of_one.keys():
-        _refuse_lists(entries[key], of_one[key], size, key)
+    return [*flatten_batch(batch)[0], *sized_values(batch)]
 
 
 def is_column(value: Any) -> bool:
-    """Return whether a value of a batch is a column that was marked by :class:`ColumnMarks`."""
+    """Return whether a value was marked as a column by :class:`~trak_lite.data.column_marks.ColumnMarks`."""
     return isinstance(value, ListColumn | TupleColumn | ArrayColumn)
 
 
 def columns_of(batch: Batch) -> list[Any]:
     """Return the columns of a batch beside its tensors, in order."""
-    return list(filter(is_column, _sized(batch)))
-
-
-def undivided(batch: Batch) -> list[str]:
-    """Return the names of what has as many entries as samples, and is not divided with them: text, bytes, a deque."""
-    size, names = next((len(leaf) for leaf in flatten_batch(batch)[0]), 0), list[str]()
-
-    def walk(value: Any, name: str) -> None:
-        entries = _entries(value, name)
-        if entries is not None:
-            for key, entry in entries.items():
-                walk(entry, key)
-        elif not isinstance(value, Tensor) and not is_column(value):
-            try:
-                if len(value) == size > 1:
-                    names.append(f"{name} ({type(value).__name__})")
-            except Exception as error:  # a class without a length
-                refuse_signal(error)
-
-    walk(batch, "batch")
-    return names
+    return list(filter(is_column, sized_values(batch)))
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from trak_lite.core.devices import undisturbed
-from trak_lite.data.batches import ColumnMarks, pads, parts_of
+from trak_lite.data.batches import pads, parts_of
+from trak_lite.data.column_marks import ColumnMarks
 from trak_lite.errors import InvalidInputError, refuse_machine_failure, summary
 from trak_lite.types import Batch
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.folders import whole_file
-from trak_lite.data.batches import ColumnMarks, batch_size, map_tensors, move_batch, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, move_batch, take_rows
+from trak_lite.data.column_marks import ColumnMarks
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import BORDERS, Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError

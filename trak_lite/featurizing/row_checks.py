@@ -25,7 +25,8 @@ from torch import nn
 from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
 from trak_lite.core.random import row_noise
-from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows, undivided
+from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows
+from trak_lite.data.column_marks import undivided
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
