@@ -57,7 +57,8 @@ from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models._adapters import changed_parameters, parameter_versions
 from trak_lite.models.borrowing import model_device, refuse_without_values, resolve_device
-from trak_lite.models.checkpoints import Checkpoint, load_into, weights_digest
+from trak_lite.models.checkpoints import Checkpoint, weights_digest
+from trak_lite.models.loading import load_into
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType

@@ -25,7 +25,8 @@ from trak_lite.core.eval_caches import (
     set_modes,
 )
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.models.checkpoints import Checkpoint, entries_digest, load_into, more_entries
+from trak_lite.models.checkpoints import Checkpoint, entries_digest, more_entries
+from trak_lite.models.loading import load_into
 from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sharding, reset_passes, reshard
 
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}

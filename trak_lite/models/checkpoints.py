@@ -12,13 +12,11 @@ import logging
 import os
 import pickle
 import re
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import safetensors
@@ -26,19 +24,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from trak_lite.core.eval_caches import in_modes
 from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.json_text import parse_json
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError, refuse_signal, summary
-from trak_lite.models._adapters import (
-    ADAPTER_FILES,
-    adapter_files,
-    completed_adapters,
-    named_adapters,
-    unnamed_adapter,
-)
-from trak_lite.models.sharded import class_of, is_sharded, of_all_ranks, reshard, shard_like
+from trak_lite.models._adapters import ADAPTER_FILES, named_adapters
+from trak_lite.models.sharded import of_all_ranks, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +39,22 @@ such files, a :class:`Checkpoint`, or an iterable of these.
 
 A state dict may stand in a mapping beside that of the optimizer: ``{"model": ..., "optimizer": ...}``."""
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
-_INDEX = ".index.json"
+INDEX = ".index.json"
+"""Ends the name of a list of shards."""
 HUGGING_FACE_FILES = (
     "model.safetensors",
-    f"model.safetensors{_INDEX}",
+    f"model.safetensors{INDEX}",
     "pytorch_model.bin",
-    f"pytorch_model.bin{_INDEX}",
+    f"pytorch_model.bin{INDEX}",
     *ADAPTER_FILES,
 )
 """Names of weights in a folder saved by Hugging Face, the first that exists being used."""
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
-_EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+"""Ends the names of what ``get_extra_state`` returned."""
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-_LIGHTNING = "checkpoint_loader=partial(ckpt_weights, {}) of trak_lite.integrations.lightning"
+LIGHTNING = "checkpoint_loader=partial(ckpt_weights, {}) of trak_lite.integrations.lightning"
+"""What messages advise for files of Lightning, with its argument left open."""
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -142,14 +136,14 @@ def _refuse_shared(items: Sequence[Any]) -> None:
     """
     numbers: dict[Any, int] = {}
     for number, item in enumerate(items):
-        values = list(_unwrapped(item).values()) if isinstance(item, Mapping) else []
+        values = list(unwrapped(item).values()) if isinstance(item, Mapping) else []
         if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values):
             continue
         addresses = frozenset((value.data_ptr(), value.shape) for value in values if value.numel())
         # Subclasses that hold no memory of their own have the address 0.
         if not addresses or not all(address for address, _ in addresses):
             continue
-        first = numbers.setdefault((addresses, repr(module_versions(_unwrapped(item)))), number)
+        first = numbers.setdefault((addresses, repr(module_versions(unwrapped(item)))), number)
         if items[first] is not item:  # the same object again is meant
             raise CheckpointError(
                 f"The state dicts {first} and {number} of the list share their tensors, so that both hold the "
@@ -177,7 +171,7 @@ def noted_checkpoint(source: object) -> Checkpoint | None:
     The store may be untrusted: only a regular file with a known suffix of weight files is opened, and no code from it
     is run. The caller compares the digest of the weights.
     """
-    if not isinstance(source, str) or not source.endswith((*_SUFFIXES, _INDEX)):
+    if not isinstance(source, str) or not source.endswith((*_SUFFIXES, INDEX)):
         return None
     try:
         path = Path(source)
@@ -244,7 +238,7 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
 
     ``weights_only=False`` unpickles arbitrary objects, which can run code: use it only for trusted files.
     """
-    files = _shards(path) if path.name.endswith(_INDEX) else [path]
+    files = _shards(path) if path.name.endswith(INDEX) else [path]
     shards = [_read_file(file, weights_only) for file in files]
     versions = {name: version for shard in shards for name, version in module_versions(shard).items()}
     return with_versions({name: value for shard in shards for name, value in shard.items()}, versions)
@@ -269,7 +263,7 @@ def _shards(index: Path) -> list[Path]:
 
 def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     content = read_content(path, weights_only=weights_only)
-    state: Mapping[str, Tensor] = _unwrapped(content)
+    state: Mapping[str, Tensor] = unwrapped(content)
     is_plain = isinstance(content, Mapping) and content and all(_is_entry(*pair) for pair in content.items())
     if state is not content or is_plain:
         return state
@@ -291,7 +285,7 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
         if isinstance(error, pickle.UnpicklingError):
             said = said.partition(". ")[0]  # what follows is advice for torch.load
             if path.suffix == ".ckpt":
-                loader = _LIGHTNING.format("weights_only=False")
+                loader = LIGHTNING.format("weights_only=False")
                 more = f" Of a file that you trust, {loader} reads objects of custom classes (hyperparameters), too."
         raise CheckpointError(
             f"Cannot read the checkpoint {path} ({said}). Files are "
@@ -299,7 +293,7 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
         ) from error
 
 
-def _unwrapped(content: Any) -> Any:
+def unwrapped(content: Any) -> Any:
     """Return the state dict that stands under one of ``_WRAPPERS``; the content itself if there is none."""
     for key in _WRAPPERS if isinstance(content, Mapping) else ():
         inner = content.get(key)
@@ -312,7 +306,7 @@ def _unwrapped(content: Any) -> Any:
 def _is_entry(name: Any, value: Any) -> bool:
     """Return whether this may be an entry of a state dict: a tensor, or a value of a module (``get_extra_state``)."""
     return isinstance(value, Tensor) or (
-        isinstance(name, str) and ("." in name or name.endswith(_EXTRA_STATE))
+        isinstance(name, str) and ("." in name or name.endswith(EXTRA_STATE))
     )
 
 
@@ -335,195 +329,6 @@ def with_versions(values: Mapping[str, Any], versions: Mapping[str, Any]) -> Ord
 def bare_name(name: str) -> str:
     """Return a name without the prefixes of ``DataParallel`` and ``torch.compile``."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def load_into(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    original: Mapping[str, Tensor] | None = None,
-    modes: Mapping[str, bool] = MappingProxyType({}),
-) -> None:
-    """Copy a checkpoint's weights into the tensors of a model; nothing if names, shapes or adapters do not fit.
-
-    Args:
-        model: The module.
-        checkpoint: The checkpoint; ``module.`` and ``_orig_mod.`` prefixes are ignored if the names do not match.
-        original: The model's own weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
-            ``None`` if the model has them now.
-        modes: ``training``, when the values were read, of modules that override ``train``, by name; ``True`` for
-            others. The model's values, adapters, and any checkpoint if ``original`` is ``None`` are loaded in these.
-    """
-    reshard(model)
-    source = Path(checkpoint.source or "")
-    adapters: dict[str, Mapping[str, Any]] = {}
-    load = None if original is not None and _is_of(model, checkpoint) else checkpoint.load
-    if load is None:
-        if original is None:
-            return
-        state: Mapping[str, Any] = {name: original[name] for name in model.state_dict() if name in original}
-    elif source.name in ADAPTER_FILES and not checkpoint.has_loader:
-        # Beside it may be those of others: the model's active adapters say which are read.
-        state, files = {}, adapter_files(model, source)
-        adapters = {adapter: read_weights(file) for adapter, file in files.items()}
-    else:
-        state = _unwrapped(load())
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
-        )
-    adapters = adapters or unnamed_adapter(model, state)
-    is_read_here = original is None or load is None or adapters  # else it was saved in train mode
-    with in_modes(model, modes if is_read_here else {}):
-        _load_state(model, checkpoint, state, adapters, original)
-
-
-def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint is ``model.state_dict()``, whose tensors have what was loaded last by now.
-
-    A generator or a loader may have put other values into them since; then these are meant.
-    """
-    if not checkpoint.is_held or checkpoint.load is None or is_sharded(model):
-        return False
-    state, held = _unwrapped(checkpoint.load()), model.state_dict(keep_vars=True)
-    values, _ = _under_own_names(state, held)
-    return values.keys() == held.keys() and all(_is_same(value, held[name]) for name, value in values.items())
-
-
-def _is_same(value: Any, held: Any) -> bool:
-    """Return whether both are tensors that read the same memory in the same way."""
-    tensors = [one for one in (value, held) if isinstance(one, Tensor) and one.layout is torch.strided]
-    layouts = [(one.data_ptr(), one.dtype, one.device, one.shape, one.stride()) for one in tensors]
-    # Subclasses that hold no memory of their own have the address 0.
-    return len(layouts) == 2 and layouts[0] == layouts[1] and (held.data_ptr() != 0 or held.numel() == 0)
-
-
-def _load_state(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    state: Mapping[str, Any],
-    adapters: Mapping[str, Mapping[str, Any]],
-    original: Mapping[str, Tensor] | None,
-) -> None:
-    """Copy a state dict into a model in its present modes; see :func:`load_into`."""
-    held = model.state_dict(keep_vars=True)
-    base = held if original is None else original
-    entries, versions = _under_own_names(state, held)
-    if adapters:
-        entries = completed_adapters(model, adapters, held, base)
-    if (checkpoint.source or "").endswith((".safetensors", f".safetensors{_INDEX}")):
-        _keep_others(entries, base, held, checkpoint)
-    # Files hold more than weights under dotted names, such as settings that were logged.
-    entries = {
-        name: value
-        for name, value in entries.items()
-        if isinstance(value, Tensor) or name in held or name.endswith(_EXTRA_STATE)
-    }
-    loaded = {id(value) for name, value in held.items() if name in entries and isinstance(value, Tensor)}
-    # A file may have a tied tensor under another of its names.
-    missing = [name for name, value in held.items() if name not in entries and id(value) not in loaded]
-    unexpected = [name for name in entries if name not in held]
-    shapes = [
-        f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
-        f"instead of {tuple(held[name].shape)}"
-        for name, value in entries.items()
-        if isinstance(held.get(name), Tensor)
-        and not name.endswith(_EXTRA_STATE)
-        and not (isinstance(value, Tensor) and value.shape == held[name].shape)
-    ]
-    if missing or unexpected or shapes:
-        problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
-        text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
-        advice = "Build the model that the checkpoint was saved from."
-        if missing and (prefix := _common_prefix(missing, unexpected)):
-            loader = _LIGHTNING.format(f"prefix={prefix!r}")
-            advice = (
-                f"All names have the prefix {prefix!r} there: pass a checkpoint_loader that removes it, or for a file "
-                f"of Lightning {loader}."
-            )
-        raise CheckpointError(
-            f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
-            f"{advice}"
-        )
-    by_tensor: dict[int, str] = {}
-    for name, value in entries.items():
-        if not isinstance(value, Tensor) or name.endswith(_EXTRA_STATE):
-            continue
-        first = by_tensor.setdefault(id(held[name]), name)
-        if first != name and not _is_equal(entries[first], value, held[name]):
-            raise CheckpointError(
-                f"Checkpoint {checkpoint.source or checkpoint.name!r} has different values for {first!r} and {name!r}, "
-                f"which are one tied weight of {class_of(model).__name__}. Expected equal values. Build the model "
-                "that the checkpoint was saved from, with these weights untied."
-            )
-    entries = {
-        # Modules may keep and change a value that is no tensor.
-        name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in entries.items()
-    }
-    # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
-    # where no version is recorded, use the model's.
-    versions = {**module_versions(held), **versions}
-    model.load_state_dict(with_versions(entries, versions), strict=False)  # safetensors omits tied names
-
-
-def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
-    """Return whether two values are the same as those of a tensor of the model, NaN being equal to NaN."""
-    if _is_same(value, other):
-        return True
-    one, two = (of_all_ranks(tensor.detach()) for tensor in (value, other))
-    if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in (one, two)):
-        return True  # not comparable in general
-    two = two.to(one.device)
-    if one.dtype != two.dtype:
-        one, two = one.to(held.dtype), two.to(held.dtype)
-    return torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
-
-
-def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return the prefix with which all missing names are among the unexpected ones; empty if there is none."""
-    others = set(unexpected)
-    prefixes = (name.removesuffix(missing[0]) for name in unexpected if name.endswith(f".{missing[0]}"))
-    return next((prefix for prefix in prefixes if all(prefix + name in others for name in missing)), "")
-
-
-def _keep_others(
-    entries: dict[str, Any], base: Mapping[str, Any], held: Mapping[str, Any], checkpoint: Checkpoint
-) -> None:
-    """Add the model's entries that are no tensors, which ``.safetensors`` files cannot hold; warn of them."""
-    kept = [
-        name for name in held if name not in entries and name in base and not isinstance(base[name], Tensor)
-    ]
-    entries.update({name: base[name] for name in kept})
-    if kept:
-        warnings.warn(
-            f"Checkpoint {checkpoint.source} has no {some_of(kept)}: these entries of the state dict are no tensors, "
-            "and .safetensors files hold tensors only. The model's own values are used. If they differ between "
-            "checkpoints, save with torch.save.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _under_own_names(
-    state: Mapping[str, Any], held: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the entries and the versions of a state dict under the names of the model and its modules.
-
-    Prefixes are ignored only if the names do not match exactly.
-    """
-    versions = module_versions(state)
-    if all(name in held for name in state):
-        return dict(state), versions
-
-    def bare_module(name: str) -> str:
-        return bare_name(f"{name}.").removesuffix(".")  # empty for the wrapped model
-
-    names = {bare_name(name): name for name in held}
-    modules = {bare_module(name): name for name in module_versions(held)}
-    return (
-        {names.get(bare_name(name), name): value for name, value in state.items()},
-        {modules.get(bare_module(name), name): version for name, version in versions.items()},
-    )
 
 
 def weights_digest(model: nn.Module) -> str:

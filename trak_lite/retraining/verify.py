@@ -24,7 +24,8 @@ from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRun
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
-from trak_lite.models.checkpoints import Checkpoint, load_into, module_versions, with_versions
+from trak_lite.models.checkpoints import Checkpoint, module_versions, with_versions
+from trak_lite.models.loading import load_into
 from trak_lite.models.sharded import refuse_sharded
 from trak_lite.retraining.calibrated import (
     Array,

@@ -31,10 +31,10 @@ from trak_lite.models.checkpoints import (
     Checkpoint,
     CheckpointSource,
     iterate_checkpoints,
-    load_into,
     noted_checkpoint,
     weights_digest,
 )
+from trak_lite.models.loading import load_into
 from trak_lite.report.content import Content, rendered
 from trak_lite.run.tables import checkpoint_tables, complete_tables, model_id_of, table_path, target_names
 from trak_lite.scoring.scores import Scores

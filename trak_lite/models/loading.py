@@ -1,0 +1,219 @@
+"""Copies a checkpoint's weights into the tensors of a model, or refuses those that do not fit it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_lite.core.eval_caches import in_modes
+from trak_lite.core.validate import some_of
+from trak_lite.errors import CheckpointError
+from trak_lite.models._adapters import ADAPTER_FILES, adapter_files, completed_adapters, unnamed_adapter
+from trak_lite.models.checkpoints import (
+    EXTRA_STATE,
+    INDEX,
+    LIGHTNING,
+    Checkpoint,
+    bare_name,
+    module_versions,
+    read_weights,
+    unwrapped,
+    with_versions,
+)
+from trak_lite.models.sharded import class_of, is_sharded, of_all_ranks, reshard, shard_like
+
+
+def load_into(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    original: Mapping[str, Tensor] | None = None,
+    modes: Mapping[str, bool] = MappingProxyType({}),
+) -> None:
+    """Copy a checkpoint's weights into the tensors of a model; nothing if names, shapes or adapters do not fit.
+
+    Args:
+        model: The module.
+        checkpoint: The checkpoint; ``module.`` and ``_orig_mod.`` prefixes are ignored if the names do not match.
+        original: The model's own weights, used if ``checkpoint.load`` is ``None`` and as base weights of an adapter;
+            ``None`` if the model has them now.
+        modes: ``training``, when the values were read, of modules that override ``train``, by name; ``True`` for
+            others. The model's values, adapters, and any checkpoint if ``original`` is ``None`` are loaded in these.
+    """
+    reshard(model)
+    source = Path(checkpoint.source or "")
+    adapters: dict[str, Mapping[str, Any]] = {}
+    load = None if original is not None and _is_of(model, checkpoint) else checkpoint.load
+    if load is None:
+        if original is None:
+            return
+        state: Mapping[str, Any] = {name: original[name] for name in model.state_dict() if name in original}
+    elif source.name in ADAPTER_FILES and not checkpoint.has_loader:
+        # Beside it may be those of others: the model's active adapters say which are read.
+        state, files = {}, adapter_files(model, source)
+        adapters = {adapter: read_weights(file) for adapter, file in files.items()}
+    else:
+        state = unwrapped(load())
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
+        )
+    adapters = adapters or unnamed_adapter(model, state)
+    is_read_here = original is None or load is None or adapters  # else it was saved in train mode
+    with in_modes(model, modes if is_read_here else {}):
+        _load_state(model, checkpoint, state, adapters, original)
+
+
+def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint is ``model.state_dict()``, whose tensors have what was loaded last by now.
+
+    A generator or a loader may have put other values into them since; then these are meant.
+    """
+    if not checkpoint.is_held or checkpoint.load is None or is_sharded(model):
+        return False
+    state, held = unwrapped(checkpoint.load()), model.state_dict(keep_vars=True)
+    values, _ = _under_own_names(state, held)
+    return values.keys() == held.keys() and all(_is_same(value, held[name]) for name, value in values.items())
+
+
+def _is_same(value: Any, held: Any) -> bool:
+    """Return whether both are tensors that read the same memory in the same way."""
+    tensors = [one for one in (value, held) if isinstance(one, Tensor) and one.layout is torch.strided]
+    layouts = [(one.data_ptr(), one.dtype, one.device, one.shape, one.stride()) for one in tensors]
+    # Subclasses that hold no memory of their own have the address 0.
+    return len(layouts) == 2 and layouts[0] == layouts[1] and (held.data_ptr() != 0 or held.numel() == 0)
+
+
+def _load_state(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    adapters: Mapping[str, Mapping[str, Any]],
+    original: Mapping[str, Tensor] | None,
+) -> None:
+    """Copy a state dict into a model in its present modes; see :func:`load_into`."""
+    held = model.state_dict(keep_vars=True)
+    base = held if original is None else original
+    entries, versions = _under_own_names(state, held)
+    if adapters:
+        entries = completed_adapters(model, adapters, held, base)
+    if (checkpoint.source or "").endswith((".safetensors", f".safetensors{INDEX}")):
+        _keep_others(entries, base, held, checkpoint)
+    # Files hold more than weights under dotted names, such as settings that were logged.
+    entries = {
+        name: value
+        for name, value in entries.items()
+        if isinstance(value, Tensor) or name in held or name.endswith(EXTRA_STATE)
+    }
+    loaded = {id(value) for name, value in held.items() if name in entries and isinstance(value, Tensor)}
+    # A file may have a tied tensor under another of its names.
+    missing = [name for name, value in held.items() if name not in entries and id(value) not in loaded]
+    unexpected = [name for name in entries if name not in held]
+    shapes = [
+        f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__} "
+        f"instead of {tuple(held[name].shape)}"
+        for name, value in entries.items()
+        if isinstance(held.get(name), Tensor)
+        and not name.endswith(EXTRA_STATE)
+        and not (isinstance(value, Tensor) and value.shape == held[name].shape)
+    ]
+    if missing or unexpected or shapes:
+        problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
+        text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
+        advice = "Build the model that the checkpoint was saved from."
+        if missing and (prefix := _common_prefix(missing, unexpected)):
+            loader = LIGHTNING.format(f"prefix={prefix!r}")
+            advice = (
+                f"All names have the prefix {prefix!r} there: pass a checkpoint_loader that removes it, or for a file "
+                f"of Lightning {loader}."
+            )
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
+            f"{advice}"
+        )
+    by_tensor: dict[int, str] = {}
+    for name, value in entries.items():
+        if not isinstance(value, Tensor) or name.endswith(EXTRA_STATE):
+            continue
+        first = by_tensor.setdefault(id(held[name]), name)
+        if first != name and not _is_equal(entries[first], value, held[name]):
+            raise CheckpointError(
+                f"Checkpoint {checkpoint.source or checkpoint.name!r} has different values for {first!r} and {name!r}, "
+                f"which are one tied weight of {class_of(model).__name__}. Expected equal values. Build the model "
+                "that the checkpoint was saved from, with these weights untied."
+            )
+    entries = {
+        # Modules may keep and change a value that is no tensor.
+        name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in entries.items()
+    }
+    # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
+    # where no version is recorded, use the model's.
+    versions = {**module_versions(held), **versions}
+    model.load_state_dict(with_versions(entries, versions), strict=False)  # safetensors omits tied names
+
+
+def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
+    """Return whether two values are the same as those of a tensor of the model, NaN being equal to NaN."""
+    if _is_same(value, other):
+        return True
+    one, two = (of_all_ranks(tensor.detach()) for tensor in (value, other))
+    if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in (one, two)):
+        return True  # not comparable in general
+    two = two.to(one.device)
+    if one.dtype != two.dtype:
+        one, two = one.to(held.dtype), two.to(held.dtype)
+    return torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return the prefix with which all missing names are among the unexpected ones; empty if there is none."""
+    others = set(unexpected)
+    prefixes = (name.removesuffix(missing[0]) for name in unexpected if name.endswith(f".{missing[0]}"))
+    return next((prefix for prefix in prefixes if all(prefix + name in others for name in missing)), "")
+
+
+def _keep_others(
+    entries: dict[str, Any], base: Mapping[str, Any], held: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Add the model's entries that are no tensors, which ``.safetensors`` files cannot hold; warn of them."""
+    kept = [
+        name for name in held if name not in entries and name in base and not isinstance(base[name], Tensor)
+    ]
+    entries.update({name: base[name] for name in kept})
+    if kept:
+        warnings.warn(
+            f"Checkpoint {checkpoint.source} has no {some_of(kept)}: these entries of the state dict are no tensors, "
+            "and .safetensors files hold tensors only. The model's own values are used. If they differ between "
+            "checkpoints, save with torch.save.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _under_own_names(
+    state: Mapping[str, Any], held: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entries and the versions of a state dict under the names of the model and its modules.
+
+    Prefixes are ignored only if the names do not match exactly.
+    """
+    versions = module_versions(state)
+    if all(name in held for name in state):
+        return dict(state), versions
+
+    def bare_module(name: str) -> str:
+        return bare_name(f"{name}.").removesuffix(".")  # empty for the wrapped model
+
+    names = {bare_name(name): name for name in held}
+    modules = {bare_module(name): name for name in module_versions(held)}
+    return (
+        {names.get(bare_name(name), name): value for name, value in state.items()},
+        {modules.get(bare_module(name), name): version for name, version in versions.items()},
+    )
