@@ -41,8 +41,9 @@ from trak_lite.errors import (
     UnknownExperimentError,
     UnsupportedModelError,
 )
+from trak_lite.featurizing.passes import RowPass
 from trak_lite.featurizing.row_checks import PROBED_ROWS
-from trak_lite.featurizing.rows import HostRows, RowPass, RowWork
+from trak_lite.featurizing.rows import HostRows, RowWork
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,

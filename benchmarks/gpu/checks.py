@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.bench_gradients import CASES
 from benchmarks.gpu.bench import Bench, NotHere
 from benchmarks.measuring import ROOT
-from trak_lite.featurizing.rows import compute_features
+from trak_lite.featurizing.passes import compute_features
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import CallableModelOutput
 from trak_lite.projectors import AbstractProjector, CountSketchProjector

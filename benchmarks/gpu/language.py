@@ -18,7 +18,7 @@ from benchmarks import models
 from benchmarks.bench_gradients import log_likelihood
 from benchmarks.gpu.bench import Bench, milliseconds, ratio
 from trak_lite import Attributor
-from trak_lite.featurizing.rows import compute_features
+from trak_lite.featurizing.passes import compute_features
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import CallableModelOutput
 from trak_lite.projectors import CountSketchProjector

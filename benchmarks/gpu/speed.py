@@ -21,7 +21,7 @@ from benchmarks.bench_projection import METHODS, Inputs, on_factors, on_matrix, 
 from benchmarks.gpu.bench import Bench, Call, NotHere, milliseconds, ratio
 from trak_lite import Attributor
 from trak_lite.core.devices import full_float32, model_pass
-from trak_lite.featurizing.rows import compute_features
+from trak_lite.featurizing.passes import compute_features
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer, collect_gradients
 from trak_lite.linalg.gram import gram
 from trak_lite.linalg.kernel import KernelSettings, factorise

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.models import GPT
 from trak_lite import Attributor
-from trak_lite.featurizing.rows import compute_features
+from trak_lite.featurizing.passes import compute_features
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.projectors import CountSketchProjector

@@ -33,7 +33,7 @@ from trak_lite import Normalization
 from trak_lite.data.batches import flatten_batch
 from trak_lite.errors import UnsupportedModelError
 from trak_lite.featurizing.normalized import RowNormalizer
-from trak_lite.featurizing.rows import compute_features
+from trak_lite.featurizing.passes import compute_features
 from trak_lite.gradient_computers import (
     HookGradientComputer,
     IterativeGradientComputer,

@@ -26,8 +26,9 @@ from trak_lite.data.column_marks import ColumnMarks
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
 from trak_lite.data.packed import BORDERS, Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
+from trak_lite.featurizing.passes import RowPass
 from trak_lite.featurizing.row_checks import LostModules
-from trak_lite.featurizing.rows import HostRows, RowPass
+from trak_lite.featurizing.rows import HostRows
 from trak_lite.featurizing.session import Run
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers._base import AbstractStreamingComputer

@@ -29,8 +29,9 @@ from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature
 from trak_lite.featurizing.kronecker.curvature import Preconditioner
 from trak_lite.featurizing.kronecker.fit import KroneckerFits
+from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
-from trak_lite.featurizing.rows import HostRows, RowPass, RowWork, compute_features
+from trak_lite.featurizing.rows import HostRows, RowWork
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.normalization import Normalization

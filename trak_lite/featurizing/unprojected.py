@@ -17,7 +17,7 @@ from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
 from trak_lite.featurizing.gradient_norms import GradientNorms
 from trak_lite.featurizing.kronecker.units import sample_slices
-from trak_lite.featurizing.rows import RowPass
+from trak_lite.featurizing.passes import RowPass
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import Accumulator, check_block
