@@ -22,7 +22,7 @@ from trak_lite.retraining.verify import verify as verify
 from trak_lite.retraining.verify import verify_run as verify_run
 from trak_lite.retraining.what_if import try_removals as try_removals
 from trak_lite.retraining.what_if import what_if as what_if
-from trak_lite.scoring.planning import Plan as Plan
+from trak_lite.scoring.plan import Plan as Plan
 from trak_lite.scoring.scores import Scores as Scores
 from trak_lite.scoring.tokens import token_scores as token_scores
 from trak_lite.scoring.unprojected import Refine as Refine

@@ -44,7 +44,8 @@ from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
 from trak_lite.run.workspace import Workspace, naming_dropped
-from trak_lite.scoring.planning import Plan, planned
+from trak_lite.scoring.plan import Plan
+from trak_lite.scoring.planning import planned
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import ScoreResult, drop_scores, stored_scores

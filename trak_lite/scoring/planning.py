@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import wide_dtype
-from trak_lite.core.progress import duration
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec
@@ -38,6 +37,7 @@ from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import CACHED_ROWS
+from trak_lite.scoring.plan import Plan, Span, size_text
 from trak_lite.types import FeatureLayout
 
 _WARM: Final = 3
@@ -59,79 +59,6 @@ _MOST_STORED: Final = 1 << 26
 
 Times: TypeAlias = NDArray[np.float64]
 """``(n, 2)`` durations: seconds that have passed, and of the processor."""
-
-
-class Span(NamedTuple):
-    """A duration in seconds with its spread, by the fastest and the slowest tenth of the measured batches."""
-
-    mean: float = 0.0
-    low: float = 0.0
-    high: float = 0.0
-    cpu: float = 0.0
-    """Processor time of this process."""
-
-    def plus(self, *others: Span) -> Span:
-        """Return the sum."""
-        return Span(*map(math.fsum, zip(self, *others, strict=True)))
-
-    def times(self, factor: float) -> Span:
-        """Return a multiple."""
-        return Span(*(value * factor for value in self))
-
-    def __str__(self) -> str:
-        if self.high - self.low < 0.1 * self.mean:
-            return duration(self.mean)
-        return f"{duration(self.mean)} ({duration(self.low)} to {duration(self.high)})"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a run will take; see :meth:`trak_lite.Attributor.plan`."""
-
-    num_rows: int
-    """N."""
-    num_targets: int
-    """M."""
-    checkpoints: int
-    """C."""
-    batch_size: int
-    """Samples per pass."""
-    settings: Mapping[str, str]
-    """What the attributor does, as ``print(attributor)`` shows it, with the gradient computer and its reason."""
-    disk: Mapping[str, int]
-    """Bytes by purpose: rows, targets, kernels, scores; ``"fit, while it runs"`` is freed again."""
-    memory: Mapping[str, int | None]
-    """Peak bytes of featurizing and of scoring beyond what is in use now (the model, the data); ``None`` where the
-    system does not tell. Stored rows that are read as maps of files are not counted: the system takes them back."""
-    seconds: Mapping[str, Span]
-    """Time by step: ``"rows"``, ``"fit"``, ``"targets"``, ``"scores"``."""
-    advice: tuple[str, ...]
-    """What does not fit, what would be faster, and what was not measured."""
-
-    @property
-    def total(self) -> Span:
-        """Time to the end of all steps."""
-        return Span().plus(*self.seconds.values())
-
-    def __str__(self) -> str:
-        steps = ", ".join(f"{name} {span}" for name, span in self.seconds.items() if span.mean)
-        sizes = ", ".join(f"{name} {_size(count)}" for name, count in self.disk.items() if count)
-        peaks = ", ".join(
-            f"{name} {'unknown' if count is None else _size(count)}"
-            for name, count in self.memory.items()
-            if count != 0
-        )
-        lines = [
-            f"{self.num_rows:,} rows x {self.checkpoints} checkpoints, {self.num_targets:,} targets, batches of "
-            f"{self.batch_size}",
-            *(f"{name}: {text}" for name, text in self.settings.items()),
-            f"time: {self.total}: {steps}",
-            f"disk: {sizes}",
-            f"memory, beyond model and data: {peaks}",
-            *self.advice,
-        ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,13 +393,13 @@ def _advice(
             (size for size in fitting if size < batch_size), default=max(batch_size * free // need, 1)
         )
         yield (
-            f"Does not fit: featurizing takes {_size(need)} and {_size(free)} are free. Use batch_size={smaller}, or "
-            "grad_wrt for fewer parameters."
+            f"Does not fit: featurizing takes {size_text(need)} and {size_text(free)} are free. Use "
+            f"batch_size={smaller}, or grad_wrt for fewer parameters."
         )
     scoring = memory["scoring"] or 0
     if free is not None and scoring >= free:
         yield (
-            f"Does not fit: scoring takes {_size(scoring)} and {_size(free)} are free. Use proj_dim="
+            f"Does not fit: scoring takes {size_text(scoring)} and {size_text(free)} are free. Use proj_dim="
             f"{_halved(settings)}{', or layout=' + repr('module') if len(settings.layout.segments) == 1 else ''}."
         )
     if workspace.place is None:
@@ -488,14 +415,14 @@ def _advice(
         first = "" if smaller_dtype is None else f"dtype={smaller_dtype!r} or "
         dense = ", or score(dense=False, k=...)" if disk["scores"] > total / 2 else ""
         yield (
-            f"Does not fit: {_size(total)} on disk and {_size(room)} are free. Use {first}proj_dim="
+            f"Does not fit: {size_text(total)} on disk and {size_text(room)} are free. Use {first}proj_dim="
             f"{_halved(settings)}{dense}."
         )
     now = tried[batch_size].batch.mean / batch_size
     best = min(fitting or tried, key=lambda size: tried[size].batch.mean / size)
     share = tried[best].batch.mean / best / now
     if share <= _CLEARLY and best in fitting:
-        yield f"Faster: batch_size={best} takes {share:.0%} of the time per row (and {_size(tried[best].growth)})."
+        yield f"Faster: batch_size={best} takes {share:.0%} of the time per row (and {size_text(tried[best].growth)})."
 
 
 def _halved(settings: AttributorSettings) -> int:
@@ -506,14 +433,3 @@ def _free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _proc_bytes("meminfo", "MemAvailable") if device.type == "cpu" else None
-
-
-def _size(count: int | None) -> str:
-    if count is None:
-        return "unknown memory"
-    value = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:,.3g} TiB"
