@@ -47,7 +47,7 @@ FILE_OF = {
     "fast_jl": "projectors/dense/fast_jl.py",
     "triton": "projectors/*/triton*.py",
     "pandas": "scoring/frames.py",
-    "xarray": "scoring/scores.py",
+    "xarray": "scoring/frames.py",
     "google_crc32c": "core/checksums.py",
     "fsspec": "store/remote/objects_fsspec.py",
     "jinja2": "report/page.py",

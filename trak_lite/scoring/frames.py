@@ -1,8 +1,8 @@
-"""Pandas frames of arrays (extra ``tables``)."""
+"""Pandas frames and xarray's arrays of scores (extra ``tables``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +12,11 @@ from trak_lite.core.validate import require_packages
 
 if TYPE_CHECKING:
     from pandas import DataFrame as DataFrame
+    from xarray import DataArray as DataArray
 else:
-    DataFrame = Any
+    DataArray = DataFrame = Any
 
-__all__ = ["DataFrame", "frame"]
+__all__ = ["DataArray", "DataFrame", "data_array", "frame"]
 
 
 def frame(
@@ -33,3 +34,14 @@ def frame(
         return pd.DataFrame(values, pd.RangeIndex(len(values), name=index), numbers)
     count = len(next(iter(values.values())))
     return pd.DataFrame(dict(values), pd.RangeIndex(count, name=index))
+
+
+def data_array(
+    values: NDArray[Any], names: Sequence[str], *, name: str, attributes: Mapping[str, str]
+) -> DataArray:
+    """Return an array with the names of its dimensions, whose entries are numbered, and attributes."""
+    require_packages("xarray", extra="tables")
+    import xarray as xr
+
+    numbers = {dim: np.arange(count) for dim, count in zip(names, values.shape, strict=True)}
+    return xr.DataArray(values, dims=tuple(names), coords=numbers, name=name, attrs=dict(attributes))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead
@@ -259,3 +259,17 @@ def merged_ends(
     rows, scores = both.swapaxes(0, 1)
     order = np.lexsort((rows, scores * [[[-1.0]], [[1.0]]]))[:, None, :, :k]
     return np.take_along_axis(both, order, axis=3)
+
+
+def checked_rows(rows: ArrayLike, shape: tuple[int, int], target: int | None = None) -> NDArray[np.int64]:
+    """Return ``rows`` as int64, ``(n,)`` or ``(M, k)``; raise if a row of the ``(N, M)`` scores does not exist."""
+    wanted = np.asarray(rows)
+    num_rows, num_targets = shape
+    fits = wanted.ndim == 1 or (wanted.ndim == 2 and target is None and len(wanted) == num_targets)
+    whole = wanted.dtype.kind in "iu" and wanted.size > 0
+    if not fits or not whole or wanted.min() < 0 or wanted.max() >= num_rows:
+        raise InvalidInputError(
+            f"rows must be whole numbers from 0 to {num_rows - 1}, (n,) or for all targets ({num_targets}, k), got "
+            f"{wanted.dtype} of shape {wanted.shape}."
+        )
+    return wanted.astype(np.int64)

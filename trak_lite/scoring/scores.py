@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.json_text import shown
-from trak_lite.core.validate import one_of, positive_int, require_packages, target_number
-from trak_lite.data.columns import Column, Where, require_columns, wanted_rows, weights_of
+from trak_lite.core.validate import one_of, positive_int, target_number
+from trak_lite.data.columns import Column, Where, labels_of, wanted_rows, weights_of
 from trak_lite.errors import InvalidInputError, StateError, printable
 from trak_lite.evaluation import Verdict
 from trak_lite.evaluation.trials import Trials
@@ -27,17 +27,12 @@ from trak_lite.report.page import notebook_summary
 from trak_lite.report.survey import Survey
 from trak_lite.run.columns import stored_columns
 from trak_lite.scoring.choices import DampingPath, GroupSums, RowChoice, chosen_top, group_sums
-from trak_lite.scoring.frames import DataFrame, frame
-from trak_lite.scoring.matrix import AbstractScoreMatrix
+from trak_lite.scoring.frames import DataArray, DataFrame, data_array, frame
+from trak_lite.scoring.matrix import AbstractScoreMatrix, checked_rows
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.uncertainty import Reliability, Repeats
 from trak_lite.store import Manifest
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-__all__ = ["Scores", "TopRows", "checked_rows"]
 
 
 @dataclass(eq=False, repr=False)
@@ -307,12 +302,8 @@ class Scores:
                 "No labels were given to group by. Give a label per train row, per target, or both."
             )
         num_rows, num_targets = self.shape
-        if isinstance(rows, str):
-            columns = self.columns
-            require_columns([rows], columns)
-            train: Column | None = columns[rows]
-        else:
-            train = None if rows is None else Column.of(rows, num_rows, "The labels of train rows")
+        columns = self.columns if isinstance(rows, str) else {}
+        train = None if rows is None else labels_of(rows, columns, num_rows, "The labels of train rows")
         labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
         return group_sums(self.matrix, train, labels, self._choice(where, weights))
 
@@ -368,20 +359,15 @@ class Scores:
             InvalidInputError: If rows, target or runs are invalid, there are fewer than two checkpoints or runs with a
                 weight other than 0, or checkpoint weights have both signs and ``runs`` is ``None``.
         """
-        wanted = None if rows is None else checked_rows(self, rows, target)
+        wanted = None if rows is None else checked_rows(rows, self.shape, target)
+        number = None if target is None else target_number(target, self.shape[1], self.name)
         errors = self.matrix.errors()
-        if errors is not None:
-            if wanted is not None and wanted.ndim == 2:
-                return np.take_along_axis(errors.T, wanted, axis=1)
-            chosen = errors if wanted is None else errors[wanted]
-            return chosen if target is None else chosen[:, target_number(target, self.shape[1], self.name)]
-        repeats = Repeats(self.source, runs)
+        if errors is None:
+            return Repeats(self.source, runs).standard_error(wanted, number)
         if wanted is not None and wanted.ndim == 2:
-            return repeats.pair_errors(wanted)
-        if target is None:
-            return repeats.standard_error(wanted)
-        number = target_number(target, self.shape[1], self.name)
-        return repeats.standard_error(wanted, slice(number, number + 1))[:, 0]
+            return np.take_along_axis(errors.T, wanted, axis=1)
+        chosen = errors if wanted is None else errors[wanted]
+        return chosen if number is None else chosen[:, number]
 
     def reliability(
         self, *, runs: Sequence[Hashable] | None = None, threshold: float = 0.5, max_rows: int = 10_000
@@ -458,30 +444,7 @@ class Scores:
         """Return a DataFrame with train rows as index and targets as columns (needs pandas)."""
         return frame(self.numpy(), index="train_row", columns="target")
 
-    def to_xarray(self) -> xr.DataArray:
+    def to_xarray(self) -> DataArray:
         """Return a DataArray with dimensions ``train_row`` and ``target`` and the settings as attributes."""
-        require_packages("xarray", extra="tables")
-        import xarray as xr
-
-        num_rows, num_targets = self.shape
-        return xr.DataArray(
-            self.numpy(),
-            dims=("train_row", "target"),
-            coords={"train_row": np.arange(num_rows), "target": np.arange(num_targets)},
-            name=self.name,
-            attrs={key: str(value) for key, value in self.settings.items()},
-        )
-
-
-def checked_rows(scores: Scores, rows: ArrayLike, target: int | None = None) -> NDArray[np.int64]:
-    """Return ``rows`` as int64, ``(n,)`` or ``(M, k)``; raise if a row does not exist."""
-    wanted = np.asarray(rows)
-    num_rows, num_targets = scores.shape
-    fits = wanted.ndim == 1 or (wanted.ndim == 2 and target is None and len(wanted) == num_targets)
-    whole = wanted.dtype.kind in "iu" and wanted.size > 0
-    if not fits or not whole or wanted.min() < 0 or wanted.max() >= num_rows:
-        raise InvalidInputError(
-            f"rows must be whole numbers from 0 to {num_rows - 1}, (n,) or for all targets ({num_targets}, k), got "
-            f"{wanted.dtype} of shape {wanted.shape}."
-        )
-    return wanted.astype(np.int64)
+        attributes = {key: str(value) for key, value in self.settings.items()}
+        return data_array(self.numpy(), ("train_row", "target"), name=self.name, attributes=attributes)

@@ -45,7 +45,8 @@ from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.models.sharded import is_sharded
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import model_id_of
-from trak_lite.scoring.scores import Scores, checked_rows
+from trak_lite.scoring.matrix import checked_rows
+from trak_lite.scoring.scores import Scores
 from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def split_scores(
     shift = _shift_of_linear_rows(settings, scores)
     chosen = range(scores.shape[1]) if targets is None else targets
     wanted = [target_number(target, scores.shape[1], scores.name) for target in chosen]
-    numbers = np.unique(checked_rows(scores, rows))
+    numbers = np.unique(checked_rows(rows, scores.shape))
     factors = scores.source.row_factors(numbers)
     terms = scores.source.terms(np.array(wanted, dtype=np.int64))
     digests, tables = scores.source.digests, scores.source.train

@@ -84,11 +84,15 @@ class Repeats:
                 "training."
             )
 
-    def standard_error(
-        self, rows: NDArray[np.int64] | None, targets: slice = slice(None)
-    ) -> NDArray[np.float32]:
-        """Return the standard errors of the scores of some or all (``None``) train rows, ``(rows, targets)``."""
-        terms = self._source.terms(targets)
+    def standard_error(self, rows: NDArray[np.int64] | None, target: int | None) -> NDArray[np.float32]:
+        """Return the standard errors of the scores of some or all (``None``) train rows for one target, or for all.
+
+        Returns:
+            ``(rows, M)``, ``(rows,)`` for one target, or ``(M, k)`` for rows ``(M, k)``, those of each target.
+        """
+        if rows is not None and rows.ndim == 2:
+            return self._pair_errors(rows)
+        terms = self._source.terms(slice(None) if target is None else slice(target, target + 1))
         num_rows, num_targets = self._source.num_rows, len(terms[0].targets)
         plan: Iterable[range] | Iterable[NDArray[np.int64]]
         if rows is None:
@@ -100,9 +104,9 @@ class Repeats:
         for count, tile in copied_ahead((len(part), self._errors(terms, part)) for part in plan):
             out[done : done + count] = tile
             done += count
-        return out
+        return out if target is None else out[:, 0]
 
-    def pair_errors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _pair_errors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the standard errors of the scores of rows ``rows[j]`` for target j, ``(M, k)``."""
         terms = self._source.terms()
         out = np.empty(rows.shape, np.float32)
