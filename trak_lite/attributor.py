@@ -32,8 +32,10 @@ from trak_lite.errors import (
     printable,
 )
 from trak_lite.featurizing.capture import Capture
-from trak_lite.featurizing.session import KnownSource, Run, marking_last
+from trak_lite.featurizing.fits import MethodFits
+from trak_lite.featurizing.session import KnownSource, Run
 from trak_lite.featurizing.targets import TargetSet
+from trak_lite.featurizing.train_work import TrainWork, marking_last
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMethod, Method
@@ -345,15 +347,16 @@ class Attributor:
             self._run.joined(call) as ranks,
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
+            work = TrainWork(session)
             checkpoint_iter = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.
             each = zip(checkpoint_iter, repeat(True)) if once else marking_last(checkpoint_iter)
             count = count_checkpoints(checkpoints, checkpoint_loader)
             with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
                 for checkpoint, wait in stages.each(each):
-                    written += session.featurize(checkpoint, rows, wait=wait)
+                    written += work.featurize(checkpoint, rows, wait=wait)
                     names.append(checkpoint.name)
-                written += session.finish(rows)
+                written += work.finish(rows)
             if not names:
                 raise InvalidInputError(
                     "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
@@ -361,8 +364,8 @@ class Attributor:
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
             # Equal weights are one checkpoint.
-            others = max(len(tables.checkpoint_ids(session.store)) - len(set(session.loaded)), 0)
-        self._run.train, self._run.last = rows, session.loaded
+            others = max(len(tables.checkpoint_ids(session.store)) - len(set(work.loaded)), 0)
+        self._run.train, self._run.last = rows, work.loaded
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
@@ -573,7 +576,7 @@ class Attributor:
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
             finished = session.agreed(is_there)
             if not finished:
-                session.fit(chosen, train)
+                MethodFits(session).fit(chosen, train)
                 target_set.find(train)
             target_set.compare(train)
             if dense and not finished:

@@ -21,7 +21,7 @@ from rank_cases import IMAGES, LM, N, contents, internals
 
 from trak_lite import Attributor
 from trak_lite.errors import RankError
-from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator, gram
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.checkpoints import Checkpoint
@@ -243,8 +243,8 @@ def test_checkpoints_of_one_name_are_compared_once_each(monkeypatch: pytest.Monk
     told: list[str] = []
     visits = iter([False, False])  # both are left to others at first, and then taken up
     monkeypatch.setattr(Ranks, "agree", lambda self, what, value, wait=True: told.append(what))
-    monkeypatch.setattr(FeaturizingSession, "_is_featurized", lambda *_: next(visits, True))
-    monkeypatch.setattr(FeaturizingSession, "_is_left_alone", lambda *_: True)
+    monkeypatch.setattr(TrainWork, "_is_featurized", lambda *_: next(visits, True))
+    monkeypatch.setattr(TrainWork, "_is_left_alone", lambda *_: True)
     net = cases.network()
     same_name = [Checkpoint("final", None, lambda state=state: state) for state in cases.states(net, 2)]
     cases.attributor(None, net).featurize(cases.data(N), same_name)

@@ -1,42 +1,33 @@
-"""Sessions, in which one call featurizes train rows and targets and fits curvatures, checkpoint by checkpoint."""
+"""Sessions, in which one call loads checkpoints into a borrowed model and makes passes over train rows and targets."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise
 from typing import Any, TypeAlias, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite.core.devices import one_behind, without_autocast
-from trak_lite.core.progress import Stages, announce
+from trak_lite.core.devices import without_autocast
+from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.loading import Collate
-from trak_lite.data.packed import Documents
 from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
-from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec, require_writable
-from trak_lite.featurizing.gauss_newton import CurvatureProducts
-from trak_lite.featurizing.inverse import InverseCurvature
-from trak_lite.featurizing.kronecker.curvature import Preconditioner
-from trak_lite.featurizing.kronecker.fit import KroneckerFits
 from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
-from trak_lite.featurizing.rows import HostRows, RowWork
+from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.normalization import Normalization
-from trak_lite.methods import AbstractInverseMethod, AbstractMethod, Fisher
-from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, require_separate_documents
+from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import BorrowedModel, borrow_model, turn_of_thread
 from trak_lite.models.checkpoints import (
@@ -47,26 +38,19 @@ from trak_lite.models.checkpoints import (
     weights_digest,
 )
 from trak_lite.models.optimizers import AdamStates, adam_states
-from trak_lite.models.sharded import Lockstep, refuse_sharded
+from trak_lite.models.sharded import Lockstep
 from trak_lite.parallel.ranks import Ranks, joined_ranks
-from trak_lite.parallel.sharing import LazyTable, Patience, has_free_rows, holder_of
+from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
-    CAPTURED,
     GRADIENT_NORM,
-    capture_tables,
     checkpoint_ids,
-    checkpoint_path,
-    checkpoint_tables,
-    model_id_for,
     model_id_of,
-    num_train_rows,
     table_path,
 )
 from trak_lite.run.workspace import FirstRows, Workspace
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, TableSpec
-from trak_lite.store._exchange import take_missing
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch
 
@@ -206,7 +190,7 @@ class Run:
 
 @final
 class FeaturizingSession:
-    """Computes the missing rows and fits of an open store, with a borrowed model."""
+    """An open store and a borrowed model: loads checkpoints, finds those of the store, and makes passes over rows."""
 
     def __init__(
         self, run: Run, borrowed: BorrowedModel, *, ranks: Ranks, train: Rows | HeldRows | None
@@ -215,14 +199,9 @@ class FeaturizingSession:
         self.ranks = ranks
         ranks.lockstep = Lockstep.of(run.model)
         self._borrowed, self._train = borrowed, train
-        self._unfinished: list[tuple[Checkpoint, str]] = []
-        """Checkpoints and the paths of their tables."""
         self._origins: dict[str, dict[str, Any]] = {}
         """Name and source of the checkpoints of the store, by weights digest."""
-        self._is_announced = False
         self._loss = LostModules(self.settings.modules)
-        self.loaded: list[str] = []
-        """Digests of the weights that :meth:`featurize` loaded, in order."""
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
@@ -237,30 +216,6 @@ class FeaturizingSession:
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
         return self.ranks.lockstep.all(flag)
-
-    def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
-        """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
-
-        Without ``wait``, or if earlier checkpoints are unfinished, chunks that other processes hold are left to
-        :meth:`finish`.
-        """
-        digest, is_first = self.load(checkpoint), not self.loaded
-        self.loaded.append(digest)
-        if is_first and isinstance(rows.dataset, Documents) and rows.dataset.check:
-            require_separate_documents(self.model, rows.dataset, self.settings.device)
-        # Compare the first checkpoint on all ranks before writing, so that no rank writes rows of another model.
-        what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
-        self.ranks.agree(what, digest, wait=is_first)
-        train_tables = checkpoint_tables(self.store) if self.workspace.exists else {}
-        self.run.featurized.add(digest)
-        self.refuse_replaced(
-            checkpoint,
-            digest,
-            train_tables,
-            remedy="To keep both as checkpoints of one run, pass the weights: featurize(data, model.state_dict()).",
-            warns=True,
-        )
-        return self._featurize_train(checkpoint, digest, rows, train_tables, wait=wait)
 
     def refuse_replaced(
         self, checkpoint: Checkpoint, digest: str, known: TrainTables, *, remedy: str, warns: bool = False
@@ -293,231 +248,6 @@ class FeaturizingSession:
             raise ManifestMismatchError(message)
         if warns:
             warnings.warn(message, UserWarning, stacklevel=4)
-
-    def _featurize_train(
-        self, checkpoint: Checkpoint, digest: str, rows: Rows, train_tables: TrainTables, *, wait: bool
-    ) -> int:
-        # Do not wait here while earlier checkpoints are unfinished: their rows may become free. The ranks of a
-        # sharded model work in lockstep on the same rows, so they always wait.
-        wait = (wait and not self._unfinished) or not self.ranks.lockstep.is_alone
-        settings, adam = self.settings, self._adam_states(self.settings.normalization)
-        self._announce_fit(train_tables.get(digest), rows)
-        captured = _capture_of(checkpoint, train_tables.get(digest))
-        stages = capture_tables(self.store, captured) if self.workspace.exists and captured else {}
-        model_id = model_id_for(digest, train_tables, self.store if self.workspace.exists else None)
-        model_id = next(iter(stages), model_id)
-        of_capture = {CAPTURED: captured} if captured else {}
-        attributes = {
-            "name": checkpoint.name,
-            "source": checkpoint.source,
-            "has_loader": checkpoint.has_loader,
-        }
-        written = None
-        while written is None:
-            fingerprint = settings.row_fingerprint(model_id, digest, adam)
-            spec = settings.train_table(len(rows), {**fingerprint, **of_capture})
-            try:
-                table = self.workspace.lazy_table(checkpoint_path(model_id), spec, attributes)
-                for stage in stages.values():
-                    take_missing(table.created(), self.store.open_table(stage))
-                work = self.work(table, self.row_pass(rows, model_id), f"Featurizing {checkpoint.name}")
-                written = work.fill(wait=wait)
-            except ManifestMismatchError:
-                # Another process may just have used this model_id for another checkpoint. Then use a new one, because
-                # the projection depends on it.
-                refused, model_id = model_id, model_id_for(digest, checkpoint_tables(self.store), self.store)
-                if model_id == refused or captured:
-                    raise
-        path = checkpoint_path(model_id)
-        for stage in filter(self.store.has_table, stages.values()):
-            if self._found(path).complete:
-                self.store.drop_table(stage)
-        fits = self._fisher_fits(settings.method)
-        if fits is not None:
-            self._fit_fisher(fits, self._found(path), checkpoint.name, rows, wait=wait)
-        if not self._is_featurized(self._found(path)):
-            self._unfinished.append((checkpoint, path))
-        return written
-
-    def _announce_fit(self, table: AbstractRowTable | None, rows: Rows) -> None:
-        """Say how long the fit of a checkpoint takes, before its rows: the fit may take longer than they do."""
-        fits, number = None, self.settings.num_fit_rows(len(rows))
-        if table is not None and (fits := self._fisher_fits(self.settings.method)) is not None:
-            if fits.has(table_path(table)):
-                return
-            require_writable(self.store)
-        if number and not self._is_announced:
-            self._is_announced = True
-            announce(
-                f"{len(rows):,} rows per checkpoint, and then the fit of {self.settings.method.name}: {number:,} "
-                f"gradients, {number / len(rows):.1f} times as many as rows.",
-                self.run.progress,
-            )
-
-    def trial(
-        self, checkpoint: Checkpoint, rows: Rows, plan: Iterable[RowNumbers], *, of_fit: bool
-    ) -> Iterator[None]:
-        """Compute batches as :meth:`featurize` does in a run of all rows, and write them; yield after each.
-
-        ``plan`` has the rows of each batch; with ``of_fit`` those are samples of the fit of Fisher.
-        """
-        digest, settings = self.load(checkpoint), self.settings
-        adam = self._adam_states(settings.normalization)
-        spec = settings.train_table(len(rows), settings.row_fingerprint(0, digest, adam))
-        passes = self.row_pass(rows, 0)
-        if of_fit and settings.method.fisher_fit is not None:
-            passes, spec = self._fit_pass(rows, settings.method.fisher_fit, 0)
-        table = self.workspace.lazy_table("trial", spec)
-        stream = self.work(table, passes, "trial").passes.stream(plan, lambda: spec.num_rows)
-        for _, copied in one_behind((None, HostRows(computed, spec)) for computed in stream):
-            copied.put(table.put)
-            yield
-
-    def finish(self, rows: Rows) -> int:
-        """Wait for the rows that other processes held during :meth:`featurize`, and compute those they abandoned.
-
-        Weights are loaded again only for rows that no process holds. Returns the number of rows written here.
-        """
-        written, patience = 0, Patience()
-
-        def holders() -> str:
-            path = self._unfinished[0][1]
-            holder = holder_of(self._found(path))
-            return holder or f"another process works on the curvature fit of {path}."
-
-        while self._unfinished:
-            unfinished, self._unfinished = self._unfinished, []
-            for checkpoint, path in unfinished:
-                table = self._found(path)
-                if self._is_left_alone(table):
-                    # No ranks.agree here: the ranks take over different checkpoints in different orders.
-                    digest = self.load(checkpoint)
-                    written += self._featurize_train(checkpoint, digest, rows, {digest: table}, wait=False)
-                    patience.reset()
-                elif not self._is_featurized(table):
-                    self._unfinished.append((checkpoint, path))
-            if self._unfinished:
-                self.ranks.watch()
-                patience.wait(f"for rows of {len(self._unfinished)} checkpoints", holders)
-        return written
-
-    def _is_featurized(self, table: AbstractRowTable) -> bool:
-        fits = self._fisher_fits(self.settings.method)
-        return table.complete and (fits is None or fits.has(table_path(table)))
-
-    def _is_left_alone(self, table: AbstractRowTable) -> bool:
-        """Return whether a checkpoint has unfinished work that no process holds."""
-        fits = self._fisher_fits(self.settings.method)
-        return has_free_rows(table) or (fits is not None and fits.is_left_alone(table_path(table)))
-
-    def _found(self, path: str) -> AbstractRowTable:
-        table = self.workspace.table(path)
-        if table is None:
-            raise StateError(
-                f"{path} is not in the store any more: another process has dropped it while its rows were featurized. "
-                "Call featurize(...) again."
-            )
-        return table
-
-    # ---------------------------------------------------------------- fits
-
-    def _fisher_fits(self, method: AbstractMethod) -> FisherFits | None:
-        """Return the fits of a method, if it needs one before scoring."""
-        fisher = method.fisher_fit
-        return None if fisher is None else FisherFits(self.store, fisher, self.settings.layout)
-
-    def fit(self, method: AbstractMethod, train: TrainTables) -> None:
-        """Fit the method's kernel for each of these checkpoints, if the method needs a fit before scoring.
-
-        The curvature of :class:`~trak_lite.methods.EKFAC` is fitted when targets are featurized instead.
-        """
-        fits = self._fisher_fits(method)
-        if fits is None:
-            return
-        waiting = {
-            digest: table for digest, table in train.items() if not self.agreed(fits.has(table_path(table)))
-        }
-        if waiting:
-            rows = self.train_rows(f"{method.name} has to be fitted to")
-            self.visit(
-                waiting,
-                lambda digest, label: self._fit_fisher(fits, train[digest], label, rows),
-                purpose="to fit the Fisher information",
-                units=self.settings.num_fit_rows(len(rows)),
-            )
-
-    def _fit_fisher(
-        self, fits: FisherFits, train: AbstractRowTable, label: str, rows: Rows, *, wait: bool = True
-    ) -> None:
-        """Fit the Fisher information of the loaded checkpoint, with this train table, if it is not stored yet."""
-        settings, path = self.settings, table_path(train)
-        if self.agreed(fits.has(path)):
-            fits.sweep(path)
-            return
-        if not settings.computer_is_chosen:
-            numbers, batch = next(rows.moved(np.arange(min(rows.batch_size, len(rows))), settings.device))
-            self._computer_for(rows.what, batch, numbers)
-        passes, spec = self._fit_pass(rows, fits.method, model_id_of(train))
-        table = self.workspace.lazy_table(*fits.drawn_table(path, spec))
-        drawn = self.work(table, passes, f"Fitting the Fisher information of {label}")
-        fits.fit(path, drawn, len(rows), wait=wait)
-
-    def _fit_pass(self, rows: Rows, method: Fisher, model_id: int) -> tuple[RowPass, TableSpec]:
-        """Return the pass over the samples of a fit of the loaded checkpoint, and the spec of a table of them."""
-        settings = self.settings
-        computer = settings.computer(of_drawn_labels=True)
-        computer.load_model_params(self.model)
-        chosen, draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
-        spec, at_once = drawn_spec(chosen, draws, settings.layout.width, {})
-        samples = DrawnRows(
-            *(rows, settings.task, self.model, chosen, draws, method.seed),
-            at_once=at_once,
-            draws_ahead=self.ranks.lockstep.is_alone,
-        )
-        return replace(self.row_pass(samples, model_id), computer_for=lambda *_: computer), spec
-
-    def kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
-        """Return the fits of the EK-FAC of a method."""
-        settings = self.settings
-        fitted, names = method.ekfac.fitted_to(settings.task), list(settings.parameters)
-        return KroneckerFits(self.store, self.model, names, fitted, settings.task, settings.device)
-
-    def inverse(
-        self, digest: str, label: str, method: AbstractInverseMethod, rows: Rows | None = None
-    ) -> InverseCurvature:
-        """Return the inverse curvature of a method at the loaded checkpoint; fit its EK-FAC if it is not stored yet.
-
-        ``rows`` are the train rows; ``None`` uses those of the last ``featurize``, if they are needed.
-        """
-        fits, need = self.kronecker_fits(method), f"{method.name} has to be fitted to"
-        settings = self.settings
-        if not fits.has(digest):
-            refuse_sharded(
-                self.model, f"method={method.name!r}", "Use method='Fisher', or score with a whole model"
-            )
-            rows = self.train_rows(need) if rows is None else rows
-            fits.fit(digest, rows, label=f"Fitting the curvature of {label}", progress=self.run.progress)
-        else:
-            train = self.run.train if rows is None else rows
-            # Another process may have appended rows.
-            if train is not None and len(train) == num_train_rows(self.store.manifest):
-                fits.check(digest, train, label=f"The curvature of {label}")
-        share, absolute = method.kronecker_share, method.absolute
-        preconditioner = Preconditioner(
-            fits.curvature(digest), damping=method.damping, absolute=absolute, share=share
-        )
-        products = None
-        if method.reads_rows:
-            products = CurvatureProducts(
-                self.model,
-                settings.task,
-                self.train_rows(need) if rows is None else rows,
-                settings.parameters,
-                draws=method.product_draws,
-                seed=method.ekfac.seed,
-                device=settings.device,
-            )
-        return InverseCurvature(method, preconditioner, products, label, settings.parameters)
 
     # ---------------------------------------------------------------- train rows and checkpoints
 
@@ -637,12 +367,12 @@ class FeaturizingSession:
         normalization = settings.normalization if normalization is None else normalization
         return RowPass(
             rows,
-            partial(self._computer_for, rows.what),
+            partial(self.computer_for, rows.what),
             settings.projector if projector is None else projector,
             model_id=model_id,
             device=settings.device,
             normalization=normalization,
-            adam=self._adam_states(normalization),
+            adam=self.adam_states(normalization),
         )
 
     def features(self, batch: Batch, rows: RowNumbers, *, model_id: int, what: str) -> Tensor:
@@ -651,45 +381,24 @@ class FeaturizingSession:
         The rows ``(B,)`` of the samples in the dataset ``what`` are for messages.
         """
         moved = move_batch(batch, self.settings.device)
-        computer = self._computer_for(what, moved, rows)
+        computer = self.computer_for(what, moved, rows)
         projector = self.settings.projector
         try:
             return compute_features(computer, projector, moved, model_id=model_id, rows=rows, what=what)[0]
         finally:
             computer.confirm(complete=False)  # one batch is no run: the next ones are compared on schedule
 
-    def _adam_states(self, normalization: Normalization) -> AdamStates | None:
+    def adam_states(self, normalization: Normalization) -> AdamStates | None:
         """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
         if normalization.reads_optimizer and self._loaded is not None and self._adam is None:
             settings = self.settings
             self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
         return self._adam if normalization.reads_optimizer else None
 
-    def _computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
+    def computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
         """Return the gradient computer of the loaded checkpoint."""
         if self._computer is None:
             self._computer = self.run.computer_for(batch, rows, what)
         if self.run.computers is not None:
             self.run.computers[self._digest] = self._computer
         return self._computer
-
-
-def _capture_of(checkpoint: Checkpoint, table: AbstractRowTable | None) -> str | None:
-    """Return the name of the capture that made a checkpoint's rows (``table``, if stored); ``None`` for others."""
-    captured = checkpoint.name if checkpoint.is_captured else None
-    if table is None:
-        return captured
-    stored: str | None = table.spec.fingerprint.get(CAPTURED)
-    if captured not in (None, stored):
-        path = table_path(table)
-        raise ManifestMismatchError(
-            f"{path} has other rows of the weights at the end of the capture {captured!r}. Use another path, or "
-            f"drop_checkpoint({path!r}) and end the capture again with resume=True."
-        )
-    return stored
-
-
-def marking_last(checkpoints: Iterable[Checkpoint]) -> Iterator[tuple[Checkpoint, bool]]:
-    """Yield ``(checkpoint, whether it is the last one)``."""
-    ends: Iterable[Any] = chain(checkpoints, [None])
-    return ((checkpoint, later is None) for checkpoint, later in pairwise(ends))

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError
+from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.kronecker.curvature import PreconditionedProjector
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.methods import AbstractMethod
@@ -49,7 +50,7 @@ class TargetSet:
     def __post_init__(self) -> None:
         self.identity = self.session.run.target_identity(self.rows)
         if self.method.inverse is not None:
-            self.identity["curvature"] = self.session.kronecker_fits(self.method.inverse).record()
+            self.identity["curvature"] = MethodFits(self.session).kronecker_fits(self.method.inverse).record()
 
     @property
     def num_units(self) -> int:
@@ -128,13 +129,11 @@ class TargetSet:
         self.visited.add(digest)
         session, method, table = self.session, self.method, train[digest]
         settings, model_id = session.settings, model_id_of(table)
-        projector, solver = None, method.inverse
+        projector, solver, fits = None, method.inverse, MethodFits(session)
         if solver is not None:
-            if self._is_there(table) and (
-                solver.reads_rows or not session.kronecker_fits(solver).has(digest)
-            ):
+            if self._is_there(table) and (solver.reads_rows or not fits.kronecker_fits(solver).has(digest)):
                 return
-            inverse = session.inverse(digest, label, solver)
+            inverse = fits.inverse(digest, label, solver)
             projector = PreconditionedProjector(settings.projector, inverse.accumulator)
         normalization = settings.normalization.of_targets()
         passes = session.row_pass(self.rows, model_id, projector=projector, normalization=normalization)

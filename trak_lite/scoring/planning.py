@@ -29,6 +29,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec
 from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows
 from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.methods import AbstractMethod, Fisher
@@ -161,7 +162,8 @@ def _tried(
         try:
             with trial.session(rows.identity()) as session:
                 marks = [_now()]
-                for _ in session.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
+                work = TrainWork(session)
+                for _ in work.trial(checkpoint, rows, batches[: _WARM + _MOST], of_fit=bool(draws)):
                     marks.append(_now())
                     passed = marks[-1][0] - marks[0][0]
                     if (len(marks) > half and passed > longest) or passed > most:

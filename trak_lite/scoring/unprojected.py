@@ -23,6 +23,7 @@ from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StoreError
+from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, projected, unit
@@ -311,7 +312,7 @@ class _Scorer:
                 solved = unit(solved, solved.square().sum(1))
             if inverse is not None:
                 session.workspace.created()  # the fit is stored
-                solution = session.inverse(digest, label, inverse, self.train).solve(solved)
+                solution = MethodFits(session).inverse(digest, label, inverse, self.train).solve(solved)
                 solved = solution.gradients
                 if solution.convergence is not None:
                     self._convergence.setdefault(digest, []).append(solution.convergence)
