@@ -25,12 +25,7 @@ from trak_lite.core.json_text import canonical_json
 from trak_lite.core.progress import KeptProgress
 from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import one_of, positive_int
-from trak_lite.errors import (
-    InvalidInputError,
-    ManifestMismatchError,
-    StateError,
-    UnsupportedModelError,
-)
+from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
 from trak_lite.models.checkpoints import bare_name, weights_digest
 from trak_lite.run.repeats import SAME, compare, conditions
 from trak_lite.store import RemotePlace
@@ -38,15 +33,8 @@ from trak_lite.store.disk.check_run import RUN, run_identity
 from trak_lite.store.manifest import compare_fingerprints, stored_json
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
-from trak_lite.unrolled.program import (
-    Operations,
-    Part,
-    Program,
-    TrainingSettings,
-    naming_failures,
-    rate_factor,
-    repeatable,
-)
+from trak_lite.unrolled.program import Operations, Part, Program, naming_failures, repeatable
+from trak_lite.unrolled.settings import TrainingSettings, rate_factor
 from trak_lite.unrolled.states import StateFiles
 from trak_lite.unrolled.subsets import (
     SubsetTraining,

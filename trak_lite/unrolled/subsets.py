@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 from trak_lite.data.datasets import checked_indices
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.unrolled.optimizers import State
-from trak_lite.unrolled.program import Program, TrainingSettings, naming_failures, repeatable
+from trak_lite.unrolled.program import Program, naming_failures, repeatable
+from trak_lite.unrolled.settings import TrainingSettings
 
 _ONE_BY_ONE = " Train one by one: retrain(recipe.train_fn, masks, output_fn)."
 
