@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, Literal, final
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from trak_lite.core.fingerprint import describe_source, tensor_json
+from trak_lite.core.fingerprint import tensor_json
 from trak_lite.core.folders import whole_file
 from trak_lite.core.json_text import canonical_json
 from trak_lite.core.progress import KeptProgress
@@ -27,14 +26,14 @@ from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import one_of, positive_int
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
 from trak_lite.models.checkpoints import bare_name, weights_digest
-from trak_lite.run.repeats import SAME, compare, conditions
+from trak_lite.run.repeats import SAME, compare
 from trak_lite.store import RemotePlace
 from trak_lite.store.disk.check_run import RUN, run_identity
 from trak_lite.store.manifest import compare_fingerprints, stored_json
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled.optimizers import Adam, State
 from trak_lite.unrolled.program import Operations, Part, Program, naming_failures, repeatable
-from trak_lite.unrolled.settings import TrainingSettings, rate_factor
+from trak_lite.unrolled.settings import TrainingSettings, made_by, run_fingerprint
 from trak_lite.unrolled.states import StateFiles
 from trak_lite.unrolled.subsets import (
     SubsetTraining,
@@ -52,8 +51,6 @@ SMOOTH = 0.9
 """Metasmoothness from which a metagradient predicts retraining well, in the settings of the documentation."""
 _SIZE = 1e-3
 """Weight of the norm of stored weights beside their change, as unit of a difference."""
-_SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
-"""Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
 _KINKS = {
     "GELU in place of ReLU": (
         "relu",
@@ -82,7 +79,7 @@ class TrainingRun:
         like = next(p for name, p in model.named_parameters() if name in self.program.names)
         self.weights = weights.to(like.dtype).to(self.device)
         self._first, self.frozen = self.program.start(model)
-        self.fingerprint = _fingerprint(recipe, model, self.program.names, self.weights)
+        self.fingerprint = run_fingerprint(recipe, model, self.program.names, self.weights)
         self.identity = run_identity(self.fingerprint)
         self.states = StateFiles(None if path is None else path / "states", self.device, self.identity)
         self._held: dict[str, Any] = {}
@@ -183,7 +180,7 @@ class TrainingRun:
         numbers = self.states.numbers()
         if self.recipe.train_id is not None or len(numbers) < 2:
             return
-        now = _made_by(self.recipe)
+        now = made_by(self.recipe)
         made = self._record()
         if made.get("schedule", now["schedule"]) != now["schedule"]:
             raise ManifestMismatchError(
@@ -401,7 +398,7 @@ class Recipe(TrainingSettings):
                 "anything else outside model_fn."
             )
         if not run._record():
-            run._note(fingerprint=run.fingerprint, **_made_by(self))
+            run._note(fingerprint=run.fingerprint, **made_by(self))
         made, remedy = run._record().get("fingerprint", {}), "Train this recipe in another folder."
         compare_fingerprints(made, run.fingerprint, where=str(run.path), remedy=remedy)
         run.require_same()
@@ -422,22 +419,6 @@ class Recipe(TrainingSettings):
         return SubsetTraining(self, keep_order=False)
 
 
-def _fingerprint(
-    recipe: TrainingSettings, model: nn.Module, trained: Sequence[str], weights: Tensor
-) -> dict[str, Any]:
-    """Return JSON values of everything that the training depends on."""
-    ones = bool((weights == 1).all())
-    return {
-        **recipe.common_identity(),
-        "weights": weights_digest(model),
-        "steps": recipe.num_steps,
-        "trained": list(trained),
-        "modules": _modules_digest(model),
-        "seed": recipe.seed,
-        "row_weights": None if ones else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
-    }
-
-
 def _norm(state: State, other: State | None) -> float:
     """Return the norm of the difference of the parameters of two states; ``None`` stands for zeros."""
     named = state.parameters.items()
@@ -452,24 +433,3 @@ def _changed(first: int, last: int, apart: float) -> str:
         "Draw random numbers of the dataset from a generator that is seeded with the row, undo changes, or train again "
         "in another folder."
     )
-
-
-def _made_by(recipe: TrainingSettings) -> dict[str, Any]:
-    """Return JSON values that are stored with a run beside its fingerprint: what tells later changes."""
-    numbers = range(0 if recipe.schedule is None else recipe.num_steps)
-    factors = [rate_factor(recipe, number) for number in numbers]
-    return {"schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(), "conditions": conditions()}
-
-
-def _modules_digest(model: nn.Module) -> str:
-    """Return the SHA-256 of classes, modes and plain settings of all modules, which weights do not tell apart."""
-    classes = {cls: describe_source(cls) for cls in set(map(type, model.modules()))}
-    described = []
-    for name, module in model.named_modules():
-        settings = {
-            key: describe_source(value)
-            for key, value in vars(module).items()
-            if not key.startswith("_") and isinstance(value, _SETTINGS)
-        }
-        described.append([name, classes[type(module)], settings])
-    return hashlib.sha256(canonical_json(described).encode()).hexdigest()

@@ -1,15 +1,17 @@
-"""The settings of a training: its model, loss, data and optimizer, the number and order of its steps.
+"""The settings of a training: its model, loss, data and optimizer, the order of its steps, and its fingerprint.
 
 Shapes: B rows of a batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,17 +21,22 @@ from torch import Tensor, nn
 
 from trak_lite.core.devices import forked_rng
 from trak_lite.core.fingerprint import describe_source
+from trak_lite.core.json_text import canonical_json
 from trak_lite.core.validate import integer, positive_int, real_at_least
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.modelout_functions import ModelCall
+from trak_lite.models.checkpoints import weights_digest
+from trak_lite.run.repeats import conditions
 from trak_lite.types import Batch
 from trak_lite.unrolled.optimizers import AbstractOptimizer
 
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]
 """``loss(model, batch) -> (B,)``, the loss of every row; ``model(...)`` is the forward pass."""
+_SETTINGS = (type(None), bool, int, float, str, tuple, FunctionType, BuiltinFunctionType)
+"""Types of a module's attributes that identify it, such as ``p`` of dropout and the mode."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,3 +164,40 @@ def rate_factor(recipe: TrainingSettings, number: int) -> float:
         raise InvalidInputError(
             f"schedule({number}) returned {factor!r:.100}. Return a number: the factor of the learning rate at a step."
         ) from error
+
+
+def run_fingerprint(
+    recipe: TrainingSettings, model: nn.Module, trained: Sequence[str], weights: Tensor
+) -> dict[str, Any]:
+    """Return JSON values of everything that the training depends on."""
+    ones = bool((weights == 1).all())
+    return {
+        **recipe.common_identity(),
+        "weights": weights_digest(model),
+        "steps": recipe.num_steps,
+        "trained": list(trained),
+        "modules": _modules_digest(model),
+        "seed": recipe.seed,
+        "row_weights": None if ones else hashlib.sha256(weights.cpu().double().numpy().tobytes()).hexdigest(),
+    }
+
+
+def made_by(recipe: TrainingSettings) -> dict[str, Any]:
+    """Return JSON values that are stored with a run beside its fingerprint: what tells later changes."""
+    numbers = range(0 if recipe.schedule is None else recipe.num_steps)
+    factors = [rate_factor(recipe, number) for number in numbers]
+    return {"schedule": hashlib.sha256(np.array(factors).tobytes()).hexdigest(), "conditions": conditions()}
+
+
+def _modules_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of classes, modes and plain settings of all modules, which weights do not tell apart."""
+    classes = {cls: describe_source(cls) for cls in set(map(type, model.modules()))}
+    described = []
+    for name, module in model.named_modules():
+        settings = {
+            key: describe_source(value)
+            for key, value in vars(module).items()
+            if not key.startswith("_") and isinstance(value, _SETTINGS)
+        }
+        described.append([name, classes[type(module)], settings])
+    return hashlib.sha256(canonical_json(described).encode()).hexdigest()
