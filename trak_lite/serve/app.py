@@ -19,7 +19,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from trak_lite.errors import InvalidInputError, TrakLiteError
-from trak_lite.serve.pages import WHERE, Pages, Params
+from trak_lite.serve.pages import Pages
+from trak_lite.serve.urls import WHERE, Params
 
 PATIENCE: Final = 15.0
 """Seconds for a client to send a request, and to accept what it is sent."""

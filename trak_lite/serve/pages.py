@@ -15,7 +15,6 @@ from itertools import count
 from threading import Condition, Event
 from time import monotonic
 from typing import Any, Final, Literal, final
-from urllib.parse import urlencode
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,26 +25,19 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Content, Renders, cut, rendered
 from trak_lite.report.page import environment, fragment
 from trak_lite.retraining.what_if import Effects, what_if
+from trak_lite.serve import urls
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
 from trak_lite.serve.sets import Sets, scatter_of, strongest
+from trak_lite.serve.urls import WHERE, Params
 
 logger = logging.getLogger(__name__)
 
-Params = Mapping[str, str]
-"""Parameters of a URL or of a form."""
-
-_MOST_ROWS: Final = 50
-_DEFAULT_ROWS: Final = 5
 _TARGETS, _REVIEWED = 24, 25
 """Targets and rows on one page."""
-_TEXT_BYTES: Final = 8192
 _LISTED_VALUES: Final = 100
 """Columns with more values are filtered by a text field."""
-WHERE: Final = "where-"
-"""Prefix of the parameters that filter by a column."""
 _SHOWN: Final = ("all", "unmarked", *MARKS)
-_END: Final = 2**62
 _QUIET: Final = 0.5
 """Seconds without a request before a step of the preparation."""
 _PAUSE: Final = 0.02
@@ -128,7 +120,7 @@ class Pages:
             name = self.sets.chosen(params.get("set", ""))
             if not params.get("target"):
                 return self._choice(name, params)
-            target = _number(params, "target", 0, 0, _END)
+            target = urls.number(params, "target", 0, 0, urls.END)
             self.sets.column(name, target)  # the target exists
             content, task, live = self._target_content(name, target), self.task_of(name), self.live
             output = None if live is None or task is None else live.output(live.target(target), task)
@@ -136,13 +128,13 @@ class Pages:
 
     def ask(self, params: Params) -> str:
         """Score a text, store its features, and return the address of its page."""
-        text = _text(params)
+        text = urls.text(params)
         with self._turn(long=True):
             live = self._live()
             self.sets.hold(live.name(text), live.ask(text))
             for name in live.drop_oldest():
                 self.sets.forget(name)
-        return _address("/", {"text": text, "k": str(_rows(params))})
+        return urls.address("/", {"text": text, "k": str(urls.rows(params))})
 
     def review(self, params: Params) -> str:
         """Return a page of the train rows by self-influence, with their marks."""
@@ -150,10 +142,10 @@ class Pages:
             marks, listed, state, said = self._listed(params)
             values, order = self.sets.by_self_influence(state["set"])
             order = order[listed[order]]
-            first, labels = _first(params, len(order), _REVIEWED), self.sets.columns.get("label")
+            first, labels = urls.first(params, len(order), _REVIEWED), self.sets.columns.get("label")
             page = [int(row) for row in order[first : first + _REVIEWED]]
             if params.get("done"):
-                done = _number(params, "done", None, 0, self.sets.num_rows - 1)
+                done = urls.number(params, "done", None, 0, self.sets.num_rows - 1)
                 mark = marks.get(done)
                 said += f"Row {done}: {mark.mark if mark else 'no mark'}. "
                 if mark and mark.label and labels and mark.label not in labels.texts:
@@ -165,13 +157,13 @@ class Pages:
                 said=f"{said}{len(order):,} of {self.sets.num_rows:,} train rows, {len(marks):,} marked.",
                 shown=state["show"],
                 choices=_SHOWN,
-                filters=self._filter_fields(_filters(params)),
+                filters=self._filter_fields(urls.filters(params)),
                 rows=[self._reviewed(row, float(values[row]), marks.get(row)) for row in page],
                 has_labels=labels is not None,
                 state={**state, "from": str(first)},
-                pages=_pages("/review", state, first, _REVIEWED, len(order)),
+                pages=urls.pages("/review", state, first, _REVIEWED, len(order)),
                 labels=labels.texts[:_LISTED_VALUES] if labels else [],
-                effects=_address("/effects", state) if 0 < len(order) < self.sets.num_rows else "",
+                effects=urls.address("/effects", state) if 0 < len(order) < self.sets.num_rows else "",
             )
 
     def effects(self, params: Params) -> str:
@@ -188,7 +180,7 @@ class Pages:
                 said += "All rows are listed. " if len(rows) else "No row is listed. "
                 said += "Mark rows in the review, or choose some by a filter, and follow the link there."
                 order = np.arange(0)
-            first = _first(params, len(order), _TARGETS)
+            first = urls.first(params, len(order), _TARGETS)
             shown = [int(target) for target in order[first : first + _TARGETS]]
             return self._page(
                 "serve_effects.html",
@@ -197,22 +189,24 @@ class Pages:
                 effects=effects,
                 changes=[] if effects is None else [(target, *_change(effects, target)) for target in shown],
                 target_of={target: self._target_content(name, target) for target in shown},
-                address_of={target: _address("/", {"set": name, "target": str(target)}) for target in shown},
-                review=_address("/review", state),
-                pages=_pages("/effects", state, first, _TARGETS, len(order)),
+                address_of={
+                    target: urls.address("/", {"set": name, "target": str(target)}) for target in shown
+                },
+                review=urls.address("/review", state),
+                pages=urls.pages("/effects", state, first, _TARGETS, len(order)),
             )
 
     def _listed(self, params: Params) -> tuple[dict[int, Mark], NDArray[np.bool_], dict[str, str], str]:
         """Return all marks, the mask of the rows that a review lists, its parameters, and why there are none."""
-        show, filters = one_of(_SHOWN, show=params.get("show") or "all"), _filters(params)
+        show, filters = one_of(_SHOWN, show=params.get("show") or "all"), urls.filters(params)
         marks, passing = self.marks.read(), self.sets.passing(filters)
-        state = {"set": self.sets.chosen(params.get("set", "")), "show": show, **_where(filters)}
+        state = {"set": self.sets.chosen(params.get("set", "")), "show": show, **urls.where(filters)}
         said = "" if passing.any() else f"{self._unmatched(filters)} "
         return marks, passing & self._shown(show, marks), state, said
 
     def mark(self, params: Params) -> str:
         """Store the mark of a row; return the address of the review page that the form was on."""
-        row = _number(params, "row", None, 0, self.sets.num_rows - 1)
+        row = urls.number(params, "row", None, 0, self.sets.num_rows - 1)
         chosen = one_of((*MARKS, "clear"), mark=params.get("mark", ""))
         if chosen == "flip" and "label" not in self.sets.columns:
             raise InvalidInputError(
@@ -224,7 +218,8 @@ class Pages:
         with self._turn():
             self.marks.put(row, None if chosen == "clear" else Mark(chosen, label))
         kept = {key: value for key, value in params.items() if key in ("set", "show", "from")}
-        return _address("/review", {**kept, **_where(_filters(params)), "done": str(row)}) + f"#row-{row}"
+        review = urls.address("/review", {**kept, **urls.where(urls.filters(params)), "done": str(row)})
+        return f"{review}#row-{row}"
 
     def table(self) -> str:
         """Return all marks as CSV."""
@@ -280,11 +275,11 @@ class Pages:
 
     def _choice(self, name: str, params: Params) -> str:
         count = self.sets.scores(name).shape[1]
-        first = _first(params, count, _TARGETS)
+        first = urls.first(params, count, _TARGETS)
         shown = range(first, min(first + _TARGETS, count))
 
         def address(target: int) -> str:
-            return _address("/", {"set": name, "target": str(target)})
+            return urls.address("/", {"set": name, "target": str(target)})
 
         return self._page(
             "serve_targets.html",
@@ -292,12 +287,12 @@ class Pages:
             **self._form(name, "", params),
             said=f"{count:,} targets in {name}. Choose one.",
             targets=[(target, self._target_content(name, target), address(target)) for target in shown],
-            pages=_pages("/", {"set": name}, first, _TARGETS, count),
+            pages=urls.pages("/", {"set": name}, first, _TARGETS, count),
         )
 
     def _text_page(self, params: Params) -> str:
         """Return the page of a text; the text must have been scored by a POST, because this writes to the store."""
-        text, live = _text(params), self._live()
+        text, live = urls.text(params), self._live()
         name = live.name(text)
         if self.sets.held(name) is not None and name not in live.stored_names():
             self.sets.forget(name)  # another process has removed it
@@ -323,7 +318,7 @@ class Pages:
         text: str,
     ) -> str:
         """Return the page of a target with its strongest train rows."""
-        k, filters = _rows(params), _filters(params)
+        k, filters = urls.rows(params), urls.filters(params)
         column, mask = self.sets.column(name, target), self.sets.passing(filters)
         tops = [strongest(column, mask, k, sign) for sign in _SIGNS]
         rows = sorted({int(row) for top in tops for row in top.indices})
@@ -339,11 +334,11 @@ class Pages:
             shown = [self._scored(row, score, tokens, scatter, largest) for row, score in pairs]
             ends.append((f"Most {sign}", shade, shown))
         state = {"text": text} if text else {"set": name, "target": str(target)}
-        state |= {"k": str(k), **_where(filters)}
+        state |= {"k": str(k), **urls.where(filters)}
         what = "the text" if text else f"target {target} of {name}"
         count = f"{len(tops[0].indices)} most helpful and {len(tops[1].indices)} most harmful of {int(mask.sum()):,}"
         task = self.sets.scores(name).settings.get("task", self.task)
-        colours = _address("/", {**state, "tokens": "1"})
+        colours = urls.address("/", {**state, "tokens": "1"})
         return self._page(
             "serve_answer.html",
             "A text" if text else f"Target {target} of {name}",
@@ -357,7 +352,7 @@ class Pages:
             meaning=_MEANINGS.get(task, ""),
             scatter=[f"{end:+.3g}" for end in scatter],
             ends=ends if rows else [],
-            permalink=colours if coloured else _address("/", state),
+            permalink=colours if coloured else urls.address("/", state),
             colour=colours if live and live.has_tokens and not coloured else "",
         )
 
@@ -396,9 +391,9 @@ class Pages:
             "name": name,
             "text": text,
             "target": "" if target is None else str(target),
-            "k": _rows(params),
-            "most": _MOST_ROWS,
-            "filters": self._filter_fields(_filters(params)),
+            "k": urls.rows(params),
+            "most": urls.MOST_ROWS,
+            "filters": self._filter_fields(urls.filters(params)),
             "can_ask": self.live is not None and self.live.can_ask,
         }
 
@@ -446,60 +441,9 @@ def policy() -> str:
     )
 
 
-def _text(params: Params) -> str:
-    """Return the text to score, with newlines as ends of lines."""
-    text = params.get("text", "").replace("\r\n", "\n").replace("\r", "\n")
-    if not text.strip():
-        raise InvalidInputError("The text is empty. Enter a text to score.")
-    if len(text.encode()) > _TEXT_BYTES:
-        raise InvalidInputError(f"The text is longer than {_TEXT_BYTES} bytes of UTF-8. Shorten it.")
-    return text
-
-
-def _rows(params: Params) -> int:
-    return _number(params, "k", _DEFAULT_ROWS, 1, _MOST_ROWS)
-
-
-def _number(params: Params, name: str, default: int | None, low: int, high: int) -> int:
-    """Return a parameter as an integer from ``low`` to ``high``; an empty one is the default, if there is one."""
-    text = params.get(name) or ("" if default is None else str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
-        raise InvalidInputError(f"{name} must be a whole number from {low} to {high}, got {text!r:.40}.")
-    return int(text)
-
-
-def _first(params: Params, count: int, step: int) -> int:
-    """Return the number of the first item of a page; after the last page, that of the last page."""
-    return min(_number(params, "from", 0, 0, _END), max(0, count - 1) // step * step)
-
-
-def _filters(params: Params) -> dict[str, str]:
-    """Return the chosen values by column; an empty value does not filter."""
-    filters = {name: value for name, value in params.items() if name.startswith(WHERE) and value}
-    return {name.removeprefix(WHERE): value for name, value in filters.items()}
-
-
-def _where(filters: Mapping[str, str]) -> dict[str, str]:
-    return {f"{WHERE}{name}": value for name, value in filters.items()}
-
-
-def _address(path: str, params: Params) -> str:
-    return f"{path}?{urlencode(params)}"
-
-
 def _change(effects: Effects, target: int) -> tuple[str, str]:
     """Return the predicted change of a target, and its interval if it has one."""
     change, lower, upper = f"{effects.predicted[target]:+.3g}", effects.lower, effects.upper
     if lower is None or upper is None or np.isinf(lower[target]):
         return change, ""
     return change, f"{lower[target]:+.3g} to {upper[target]:+.3g}"
-
-
-def _pages(path: str, state: Params, first: int, step: int, count: int) -> list[tuple[str, str]]:
-    """Return the titles and addresses of the pages before and after."""
-    links = []
-    if first > 0:
-        links.append(("Previous", _address(path, {**state, "from": str(max(0, first - step))})))
-    if first + step < count:
-        links.append(("Next", _address(path, {**state, "from": str(first + step)})))
-    return links
