@@ -39,7 +39,7 @@ from trak_lite.methods import AbstractMethod, as_method
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
 from trak_lite.retraining.repair import Repair, repair
-from trak_lite.retraining.subsets import TrainFunction
+from trak_lite.retraining.plans import TrainFunction
 from trak_lite.retraining.verify import verify
 from trak_lite.retraining.what_if import Effects, try_removals, what_if
 from trak_lite.run.columns import stored_columns

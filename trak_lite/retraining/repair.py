@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trak_lite.core.validate import target_number
 from trak_lite.errors import InvalidInputError, printable
-from trak_lite.retraining.subsets import TrainFunction
+from trak_lite.retraining.plans import TrainFunction
 from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.retraining.what_if import Effects, SummedEffects
 from trak_lite.scoring.records import ScoreEntries

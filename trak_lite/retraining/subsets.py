@@ -5,31 +5,23 @@ Shapes: N train rows, S subsets, R seeds, M targets.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import inspect
 import logging
-import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, TypeAlias, final
+from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from trak_lite.core.fingerprint import describe_source
 from trak_lite.core.validate import positive_int
 from trak_lite.errors import (
     BusyError,
     CorruptStoreError,
     InvalidInputError,
     ManifestMismatchError,
-    NonFiniteError,
-    RetrainingError,
     StateError,
     UnsupportedModelError,
 )
@@ -37,23 +29,25 @@ from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
 from trak_lite.parallel.sharing import LazyTable, SharedRows
+from trak_lite.retraining.plans import (
+    OUTPUTS,
+    Job,
+    OutputFunction,
+    Plan,
+    TrainFunction,
+    retraining_plan,
+    seed_step,
+)
 from trak_lite.run.repeats import compare, conditions
 from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
-from trak_lite.store import Column, Manifest, RemotePlace, TableSpec
+from trak_lite.store import Manifest, RemotePlace
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import SubsetTraining
 
 logger = logging.getLogger(__name__)
 
-TrainFunction: TypeAlias = Callable[[NDArray[np.int64], int], Any]
-"""``train_fn(indices, seed)``: trains on these rows and returns the argument of ``output_fn``, such as a module."""
-OutputFunction: TypeAlias = Callable[[Any], Tensor | ArrayLike]
-"""``output_fn(trained)``: M numbers, the model output of every target."""
-
-OUTPUTS = "outputs"
-_MOST_CHUNKS = 1024
 _REPETITIONS_AT_ONCE = 20
 _CONDITIONS = "conditions"
 
@@ -85,113 +79,6 @@ class Retrained:
             InvalidInputError: If there is only one seed.
         """
         return seed_noise_ceiling(self.outputs)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Job:
-    row: int
-    subset: int
-    seed: int
-    indices: NDArray[np.int64]
-
-    def __str__(self) -> str:
-        return f"subset {self.subset}, seed {self.seed} ({len(self.indices)} rows)"
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """All models of a retraining, how they are trained, and the fingerprint of its results."""
-
-    masks: NDArray[np.bool_]
-    seeds: tuple[int, ...]
-    fingerprint: dict[str, Any]
-    train_id: str | None
-    train_fn: Any
-    """A function, or what trains several models side by side."""
-    output_fn: OutputFunction
-    progress: bool | None
-    step: int = 0
-    """Added to the seeds for every further subset."""
-    at_once: int | None = None
-    """Number of models that are trained side by side; ``None`` trains one after the other."""
-    repeated: dict[tuple[int, int, int], NDArray[np.float32]] = field(default_factory=dict)
-    """Outputs of models that were trained again, also those of parts of this plan: they have the same models."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of models to train: S times R."""
-        return len(self.masks) * len(self.seeds)
-
-    def part(self, fingerprint: Mapping[str, Any]) -> _Plan | None:
-        """Return the plan that has this fingerprint if it is one of the first of these subsets and seeds."""
-        count, seeds = fingerprint.get("num_subsets"), fingerprint.get("seeds")
-        if count not in range(len(self.masks) + 1) or not isinstance(seeds, list):
-            return None
-        plan = replace(self, masks=self.masks[:count], seeds=self.seeds[: len(seeds)])
-        described = {**self.fingerprint, **_described(plan.masks, plan.seeds)}
-        return replace(plan, fingerprint=described) if described == fingerprint else None
-
-    def jobs(self, rows: Iterable[int]) -> Iterator[_Job]:
-        for row in rows:
-            subset, index = divmod(row, len(self.seeds))
-            seed = self.seeds[index] + self.step * subset
-            yield _Job(row, subset, seed, np.flatnonzero(self.masks[subset]))
-
-    def spec(self, num_targets: int) -> TableSpec:
-        """Return the spec of the table of outputs: row = subset * R + index of the seed."""
-        columns = (Column(OUTPUTS, num_targets, "float32"),)
-        # Processes claim whole chunks: use one model per chunk, unless that makes too many files.
-        return TableSpec(self.num_rows, columns, -(-self.num_rows // _MOST_CHUNKS), self.fingerprint)
-
-    def train(self, rows: Iterable[int]) -> Iterator[tuple[_Job, NDArray[np.float64]]]:
-        for group in self._groups(self.jobs(rows)):
-            subsets, seeds = [job.indices for job in group], [job.seed for job in group]
-            try:
-                models = (
-                    [
-                        self.train_fn(*pair) for pair in zip(subsets, seeds, strict=True)
-                    ]  # map() ends at StopIteration
-                    if self.at_once is None
-                    else self.train_fn.train_many(subsets, seeds)
-                )
-            except Exception as error:
-                if self.at_once is not None and isinstance(error, UnsupportedModelError):
-                    raise
-                raise _failed(group, error) from error
-            for job, model in zip(group, models, strict=True):
-                if model is None:
-                    raise InvalidInputError(
-                        "train_fn returned None. Return the trained module or its state dict."
-                    )
-                try:
-                    outputs = self.output_fn(model)
-                except Exception as error:
-                    raise _failed([job], error) from error
-                yield job, _checked(outputs, job)
-
-    def _groups(self, jobs: Iterable[_Job]) -> Iterable[list[_Job]]:
-        """Return models that are trained together: their subsets have one size."""
-        if self.at_once is None:
-            return ([job] for job in jobs)  # a job is drawn, and claimed, when the one before is trained
-        by_size: dict[int, list[_Job]] = {}
-        for job in jobs:
-            by_size.setdefault(len(job.indices), []).append(job)
-        return [
-            same[start : start + self.at_once]
-            for same in by_size.values()
-            for start in range(0, len(same), self.at_once)
-        ]
-
-    def again(self, row: int, number: int) -> NDArray[np.float32]:
-        """Return the outputs of a row of the table, trained again for the first (0) or the second time (1)."""
-        job = next(self.jobs([row]))
-        key = job.subset, job.seed, number
-        if key not in self.repeated:
-            ((_, outputs),) = self.train([row])
-            self.repeated[key] = outputs.astype(np.float32)
-        return self.repeated[key]
 
 
 def retrain(
@@ -299,7 +186,7 @@ def retrain_run(
     return _filled(path, plan)
 
 
-def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool = False) -> Retrained:
+def retrain_into(workspace: Workspace, group: str, plan: Plan, *, others: bool = False) -> Retrained:
     """Train as :func:`retrain` does, and write to a table of an open store that other trainings may share.
 
     In a group, each combination of masks, seeds, functions and settings of the plan has its own table. It begins with
@@ -324,12 +211,12 @@ def retrain_into(workspace: Workspace, group: str, plan: _Plan, *, others: bool 
     return _fill(workspace, path, plan, compared)
 
 
-def _reuse(workspace: Workspace, table_names: Iterable[str], path: str, plan: _Plan) -> str:
+def _reuse(workspace: Workspace, table_names: Iterable[str], path: str, plan: Plan) -> str:
     """Copy outputs that are missing from a stored plan that is part of this one, and return how they were compared."""
     begun, parts = workspace.table(path), []
     missing = np.ones(plan.num_rows, np.bool_) if begun is None else ~begun.done()
 
-    def rows_here(part: _Plan, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_here(part: Plan, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         subsets, seeds = np.divmod(rows, len(part.seeds))
         return subsets * len(plan.seeds) + seeds
 
@@ -363,71 +250,7 @@ def _reuse(workspace: Workspace, table_names: Iterable[str], path: str, plan: _P
     return compared
 
 
-def retraining_plan(
-    train_fn: Any,
-    masks: ArrayLike,
-    output_fn: OutputFunction,
-    seeds: Sequence[int],
-    train_id: str | None,
-    progress: bool | None,
-    settings: Mapping[str, Any] | None = None,
-) -> _Plan:
-    """Check masks and seeds, and describe the training of one model after the other.
-
-    The fingerprint of the results contains ``settings``, JSON values.
-    """
-    array = np.asarray(masks)
-    if array.dtype != np.bool_ or array.ndim != 2 or not array.size or not array.any(axis=1).all():
-        raise InvalidInputError(
-            f"masks must be a boolean matrix (subsets, train rows) without an empty subset, got {array.dtype} of "
-            f"shape {array.shape}. Make them with trak_lite.evaluation.subset_masks."
-        )
-    numbers = seed_numbers(seeds=seeds)
-    try:
-        with contextlib.suppress(ValueError):  # some built-in functions have no signature
-            inspect.signature(train_fn).bind(np.arange(1), 0)
-    except TypeError as error:
-        raise InvalidInputError(
-            f"train_fn cannot be called as train_fn(indices, seed): {error}. Expected a function of the rows to train "
-            "on and a seed, which returns the trained module or its state dict."
-        ) from error
-    training = {"id": train_id}
-    if train_id is None:
-        training = {"train_fn": describe_source(train_fn), "output_fn": describe_source(output_fn)}
-    fingerprint = {
-        **_described(array, numbers),
-        "num_train_rows": array.shape[1],
-        "training": training,
-        **(settings or {}),
-    }
-    return _Plan(array, numbers, fingerprint, train_id, train_fn, output_fn, progress)
-
-
-def seed_numbers(fewest: int = 1, **named: Sequence[int]) -> tuple[int, ...]:
-    """Return the one keyword value as different integers, at least ``fewest``."""
-    ((name, seeds),) = named.items()
-    numbers: tuple[int, ...] = ()
-    with contextlib.suppress(TypeError):
-        numbers = tuple(int(operator.index(seed)) for seed in seeds)
-    if len(numbers) < fewest or len(set(numbers)) < len(numbers):
-        raise InvalidInputError(
-            f"{name} must be {'one' if fewest == 1 else fewest} or more different integers, such as (0, 1), got "
-            f"{seeds!r:.100}."
-        )
-    return numbers
-
-
-def seed_step(seeds: Sequence[int]) -> int:
-    """Return what is added to seeds for every further subset, so that no two subsets share one."""
-    return max(seeds) - min(seeds) + 1
-
-
-def _described(masks: NDArray[np.bool_], seeds: Sequence[int]) -> dict[str, Any]:
-    digest = hashlib.sha256(np.packbits(masks, axis=1).tobytes()).hexdigest()
-    return {"masks": digest, "num_subsets": len(masks), "seeds": list(seeds)}
-
-
-def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan) -> Retrained:
+def _filled(path: str | PathLike[str] | RemotePlace | None, plan: Plan) -> Retrained:
     """Return the outputs of a store that holds one training, and train what is missing."""
     workspace = Workspace(None if path is None else resolve_place(path))
     with workspace.opened(Manifest({"kind": "retraining"})):
@@ -439,7 +262,7 @@ def _filled(path: str | PathLike[str] | RemotePlace | None, plan: _Plan) -> Retr
         return _fill(workspace, OUTPUTS, plan, compared)
 
 
-def _compared(workspace: Workspace, path: str, plan: _Plan) -> tuple[bool, str]:
+def _compared(workspace: Workspace, path: str, plan: Plan) -> tuple[bool, str]:
     """Return whether stored outputs are those of this training, and how this is known; no text without stored ones."""
     table = workspace.table(path)
     if table is None:
@@ -506,7 +329,7 @@ def _distance(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     return float(np.linalg.norm(first - second)) / size
 
 
-def _begun(workspace: Workspace, path: str, plan: _Plan) -> LazyTable:
+def _begun(workspace: Workspace, path: str, plan: Plan) -> LazyTable:
     """Train the first models, whose outputs give the number of targets, and return the table with them."""
     lazy: LazyTable | None = None
     for job, outputs in plan.train(range(min(plan.at_once or 1, plan.num_rows))):
@@ -522,7 +345,7 @@ def _begun(workspace: Workspace, path: str, plan: _Plan) -> LazyTable:
     return lazy
 
 
-def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> None:
+def _require_width(lazy: LazyTable, job: Job, outputs: NDArray[np.float64]) -> None:
     width = lazy.spec.columns[0].width
     if len(outputs) != width:
         raise InvalidInputError(
@@ -530,7 +353,7 @@ def _require_width(lazy: LazyTable, job: _Job, outputs: NDArray[np.float64]) -> 
         )
 
 
-def _fill(workspace: Workspace, path: str, plan: _Plan, compared: str) -> Retrained:
+def _fill(workspace: Workspace, path: str, plan: Plan, compared: str) -> Retrained:
     """Train the pending models of the table, together with other processes; outputs are put after each training."""
     table = workspace.table(path)
     lazy = _begun(workspace, path, plan) if table is None else workspace.lazy_table(path, table.spec)
@@ -544,28 +367,3 @@ def _fill(workspace: Workspace, path: str, plan: _Plan, compared: str) -> Retrai
     assert table is not None  # a plan has at least one model
     shape = (len(plan.masks), len(plan.seeds), -1)
     return Retrained(table.read(OUTPUTS).reshape(shape), plan.masks, plan.seeds, compared)
-
-
-def _checked(outputs: Tensor | ArrayLike, job: _Job) -> NDArray[np.float64]:
-    """Return finite outputs ``(M,)``."""
-    plain = outputs.detach().cpu().double().numpy() if isinstance(outputs, Tensor) else outputs
-    values = np.asarray(plain, dtype=np.float64)
-    if values.ndim != 1 or not values.size:
-        raise InvalidInputError(
-            f"output_fn returned shape {values.shape} for {job}. Expected one number per target, (M,)."
-        )
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        raise NonFiniteError(
-            f"{len(bad)} of {len(values)} outputs are NaN or infinite for {job}, the first for target "
-            f"{bad[0]}. The training may have diverged; lower its learning rate."
-        )
-    return values
-
-
-def _failed(jobs: list[_Job], error: BaseException) -> RetrainingError:
-    where = "; ".join(map(str, jobs))
-    return RetrainingError(
-        f"Training for {where} failed ({type(error).__name__}: {error}). The outputs of finished trainings are stored. "
-        "Make the same call again to continue."
-    )

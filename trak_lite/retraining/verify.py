@@ -37,13 +37,8 @@ from trak_lite.retraining.calibrated import (
     summed_over,
     unit_rows,
 )
-from trak_lite.retraining.subsets import (
-    Retrained,
-    TrainFunction,
-    retrain_into,
-    retrain_run,
-    retraining_plan,
-)
+from trak_lite.retraining.plans import TrainFunction, retraining_plan
+from trak_lite.retraining.subsets import Retrained, retrain_into, retrain_run
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task, row_kind
 from trak_lite.run.tables import retrain_path, score_path

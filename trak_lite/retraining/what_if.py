@@ -32,7 +32,7 @@ from trak_lite.evaluation.trials import (
     fewest_trials,
     standardised_sum,
 )
-from trak_lite.retraining.subsets import TrainFunction, seed_numbers, seed_step
+from trak_lite.retraining.plans import TrainFunction, seed_numbers, seed_step
 from trak_lite.retraining.verify import Retrain, measured
 from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.records import ScoreEntries
