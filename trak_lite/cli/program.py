@@ -94,9 +94,10 @@ def _on_store(parsed: argparse.Namespace) -> int:
 def _with_config(command: str, arguments: list[str]) -> int:
     """Run a command that needs a config, or one of a store that takes the keys of a config."""
     try:
-        from trak_lite.cli.commands import COMMANDS, Job, conditions, effects, report
+        from trak_lite.cli.commands import COMMANDS, Job, conditions
         from trak_lite.cli.configs import help_text, read_config
         from trak_lite.cli.serving import serve
+        from trak_lite.cli.stored import effects, report
         from trak_lite.run.settings import versions
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:

@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from threading import Event, Thread
 
 from trak_lite.attributor import Attributor
-from trak_lite.cli.commands import beside, methods_of, opener, renders
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
+from trak_lite.cli.stored import beside, methods_of, opener, renders
 from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import require_packages
 from trak_lite.data.datasets import Rows
