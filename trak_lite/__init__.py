@@ -17,10 +17,10 @@ from trak_lite.gradient_computers.normalization import clipping_threshold as cli
 from trak_lite.models.optimizers import named_optimizer_state as named_optimizer_state
 from trak_lite.retraining.calibrated import calibrate as calibrate
 from trak_lite.retraining.repair import repair as repair
+from trak_lite.retraining.trials import try_removals as try_removals
 from trak_lite.retraining.verify import calibrated_scores as calibrated_scores
 from trak_lite.retraining.verify import verify as verify
 from trak_lite.retraining.verify import verify_run as verify_run
-from trak_lite.retraining.what_if import try_removals as try_removals
 from trak_lite.retraining.what_if import what_if as what_if
 from trak_lite.scoring.plan import Plan as Plan
 from trak_lite.scoring.scores import Scores as Scores

@@ -31,8 +31,8 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, MissingStoreError
 from trak_lite.methods import as_method
 from trak_lite.retraining.plans import TrainFunction
+from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify
-from trak_lite.retraining.what_if import try_removals
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import versions
 from trak_lite.scoring.scores import Scores

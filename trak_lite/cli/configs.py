@@ -31,8 +31,8 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import as_method
+from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify
-from trak_lite.retraining.what_if import try_removals
 from trak_lite.store import RemotePlace
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import unrolled
