@@ -44,7 +44,8 @@ from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, it
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
-from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task, stored_arguments
+from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task
+from trak_lite.run.stored_settings import stored_arguments
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.plan import Plan
 from trak_lite.scoring.planning import planned

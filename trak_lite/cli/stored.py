@@ -16,7 +16,7 @@ from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
 from trak_lite.retraining.repair import Repair, repair
 from trak_lite.retraining.what_if import Effects, what_if
-from trak_lite.run.settings import StoredSettings
+from trak_lite.run.stored_settings import StoredSettings
 from trak_lite.run.tables import method_of_scores, scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores

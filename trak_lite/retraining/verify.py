@@ -40,7 +40,8 @@ from trak_lite.retraining.calibrated import (
 from trak_lite.retraining.plans import TrainFunction, retraining_plan
 from trak_lite.retraining.subsets import Retrained, retrain_into, retrain_run
 from trak_lite.run.repeats import outputs_of_model
-from trak_lite.run.settings import Task, row_kind
+from trak_lite.run.settings import Task
+from trak_lite.run.stored_settings import row_kind
 from trak_lite.run.tables import retrain_path, score_path
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries

@@ -24,7 +24,7 @@ from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
-from trak_lite.run.settings import row_kind
+from trak_lite.run.stored_settings import row_kind
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest

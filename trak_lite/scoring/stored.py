@@ -20,7 +20,8 @@ from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
-from trak_lite.run.settings import AttributorSettings, StoredSettings, row_widths
+from trak_lite.run.settings import AttributorSettings, row_widths
+from trak_lite.run.stored_settings import StoredSettings
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.index import indexed_top
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom
