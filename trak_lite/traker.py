@@ -13,13 +13,11 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -30,19 +28,17 @@ from trak_lite.core.devices import without_autocast
 from trak_lite.core.folders import whole_file
 from trak_lite.core.validate import integer_at_least, positive_int, real_at_least
 from trak_lite.core.version import __version__
-from trak_lite.data.batches import batch_size, flatten_batch, move_batch, take_rows
-from trak_lite.data.column_marks import ColumnMarks
+from trak_lite.data.batches import batch_size, move_batch, take_rows
 from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (
-    AssertedInputError,
     InvalidInputError,
     ManifestMismatchError,
     StateError,
     UnknownExperimentError,
     UnsupportedModelError,
 )
+from trak_lite.featurizing.cursor import SAMPLE_KEYS, Cursor, RowIndices, sample_keys
 from trak_lite.featurizing.passes import RowPass
-from trak_lite.featurizing.row_checks import PROBED_ROWS
 from trak_lite.featurizing.rows import HostRows, RowWork
 from trak_lite.gradient_computers import (
     AbstractGradientComputer,
@@ -72,11 +68,6 @@ from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 logger = logging.getLogger(__name__)
-
-RowIndices: TypeAlias = Sequence[int] | NDArray[Any] | Tensor
-"""Row numbers of the samples of a batch: distinct integers in any order."""
-
-_SAMPLE_KEYS = "sample_keys"
 
 
 class TRAKer:
@@ -170,8 +161,8 @@ class TRAKer:
         """Digest of the weights that were loaded."""
         self._versions: dict[str, int | None] = {}
         """Autograd's counters of what is written to them, which tell changes without reading a weight."""
-        self._train: _Cursor | None = None
-        self._target: _Cursor | None = None
+        self._train: Cursor | None = None
+        self._target: Cursor | None = None
         self._warned: set[int] = set()
         """Model ids whose kernel has no inverse, of which the log tells."""
         self._workspace = Workspace(str(self.save_dir / "trak.zarr"))
@@ -240,7 +231,7 @@ class TRAKer:
         if existing is not None:
             _refuse_other_weights(model_id, existing, digest)
         spec = self._feature_spec(self.train_set_size, model_id, digest)
-        self._train = _Cursor(tables.checkpoint_path(model_id), spec, f"the train data (model id {model_id})")
+        self._train = Cursor(tables.checkpoint_path(model_id), spec, f"the train data (model id {model_id})")
 
     def featurize(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
         """Compute and store the features of a batch; rows that are done already are skipped.
@@ -326,9 +317,9 @@ class TRAKer:
         digest = self._load(checkpoint)
         _refuse_other_weights(model_id, train, digest)
         spec = self._feature_spec(num_targets, model_id, digest)
-        spec = replace(spec, columns=(*spec.columns, Column(_SAMPLE_KEYS, None, "float32")))
+        spec = replace(spec, columns=(*spec.columns, Column(SAMPLE_KEYS, None, "float32")))
         label = f"the targets of {exp_name!r} (model id {model_id})"
-        self._target = _Cursor(tables.target_path(exp_name, model_id), spec, label)
+        self._target = Cursor(tables.target_path(exp_name, model_id), spec, label)
 
     def score(self, batch: Batch, inds: RowIndices | None = None, num_samples: int | None = None) -> None:
         """Compute and store the features of a batch of targets; targets that are done already are skipped.
@@ -460,7 +451,7 @@ class TRAKer:
         self._digest, self._versions = weights_digest(self.model), parameter_versions(self.model)
         return self._digest
 
-    def _refuse_changed_model(self, cursor: _Cursor) -> None:
+    def _refuse_changed_model(self, cursor: Cursor) -> None:
         if self._digest != cursor.spec.fingerprint["weights"]:
             raise StateError(
                 f"The model has the weights of another checkpoint, not those for {cursor.label}. Load that checkpoint "
@@ -479,7 +470,7 @@ class TRAKer:
 
     # ---------------------------------------------------------------- rows
 
-    def _put(self, cursor: _Cursor, batch: Batch, inds: RowIndices | None, num_samples: int | None) -> None:
+    def _put(self, cursor: Cursor, batch: Batch, inds: RowIndices | None, num_samples: int | None) -> None:
         """Write the pending rows of a batch, and advance the cursor if the rows were not named."""
         self._require_open()
         self._refuse_changed_model(cursor)
@@ -495,7 +486,7 @@ class TRAKer:
         if inds is None:
             cursor.position += len(rows)
 
-    def _attached(self, cursor: _Cursor) -> LazyTable:
+    def _attached(self, cursor: Cursor) -> LazyTable:
         """Return the cursor's table for the present state of the task; negatives may be set after loading."""
         state = self.task.state_digest()
         if cursor.table is not None and cursor.state == state:
@@ -512,9 +503,9 @@ class TRAKer:
         cursor.waiting[table.pending()] = True
         return table
 
-    def _write(self, cursor: _Cursor, table: LazyTable, batch: Batch, rows: NDArray[np.int64]) -> None:
+    def _write(self, cursor: Cursor, table: LazyTable, batch: Batch, rows: NDArray[np.int64]) -> None:
         """Write the pending rows of a batch, and compare a few of its done rows with the stored ones."""
-        keys = _sample_keys(batch) if cursor is self._target else None
+        keys = sample_keys(batch) if cursor is self._target else None
         if keys is not None:
             cursor.refuse_other_samples(table.table, rows, keys)
         passes = RowPass(
@@ -539,7 +530,7 @@ class TRAKer:
         part = batch if pending.all() else take_rows(batch, np.flatnonzero(pending).tolist())
         computed = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
-            computed = replace(computed, more={_SAMPLE_KEYS: torch.from_numpy(keys[pending])})
+            computed = replace(computed, more={SAMPLE_KEYS: torch.from_numpy(keys[pending])})
         HostRows(computed, table.spec).put(table.put)
         cursor.waiting[waiting] = False
         if keys is not None:
@@ -654,96 +645,6 @@ class TRAKer:
                 self.proj_dim,
                 self.train_set_size,
             )
-
-
-@final
-class _Cursor:
-    """The rows of one checkpoint: which are pending, and the row of the next batch without ``inds``."""
-
-    def __init__(self, path: str, spec: TableSpec, label: str) -> None:
-        self.path = path
-        self.spec = spec
-        """Without the state of the task, which may change until the first batch."""
-        self.label = label
-        self.marks = ColumnMarks()
-        self.position = 0
-        self.table: LazyTable | None = None
-        self.state: str | None = None
-        self.waiting: NDArray[np.bool_] = np.ones(spec.num_rows, np.bool_)
-        self.num_revisited = 0
-        """Batches with done rows so far."""
-        self._keys: NDArray[np.float32] = np.full(spec.num_rows, np.nan, np.float32)
-
-    def done_rows(
-        self, table: AbstractRowTable | None, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]] | None:
-        """Return a few done rows of the batches 0, 1, 2, 4, 8, ... that have some, from one chunk; else ``None``."""
-        done, number = rows[~self.waiting[rows]], self.num_revisited
-        if number & (number - 1) or table is None or not len(done):
-            return None
-        stored, values = table.read_done(int(done[0]) // self.spec.chunk_rows)
-        chosen = np.flatnonzero(np.isin(stored, done))[:PROBED_ROWS]
-        some = {name: column[chosen] for name, column in values.items()}
-        return (stored[chosen], some) if len(chosen) else None
-
-    def rows(self, inds: RowIndices | None, num_samples: int | None, batch_rows: int) -> NDArray[np.int64]:
-        if (inds is None) == (num_samples is None):
-            raise AssertedInputError(  # the message is the original's, because scripts match it
-                "Exactly one of num_samples and inds should be specified, got "
-                + ("neither." if inds is None else "both.")
-            )
-        if inds is None:
-            rows = self.position + np.arange(positive_int(num_samples=num_samples))
-        else:
-            rows = np.asarray(inds.cpu() if isinstance(inds, Tensor) else inds).reshape(-1)
-            if not np.issubdtype(rows.dtype, np.integer):
-                raise InvalidInputError(f"inds must be integers, got {rows.dtype}.")
-            rows = rows.astype(np.int64)
-        if len(rows) != batch_rows:
-            argument = f"num_samples is {len(rows)}" if inds is None else f"inds has {len(rows)} rows"
-            raise InvalidInputError(
-                f"The batch has {batch_rows} samples, but {argument}. "
-                + (f"Pass num_samples={batch_rows}." if inds is None else "Give one row per sample.")
-            )
-        outside = rows[(rows < 0) | (rows >= self.spec.num_rows)]
-        if outside.size:
-            raise InvalidInputError(
-                f"Rows {outside[:5].tolist()} of {self.label} do not exist: there are rows 0 to "
-                f"{self.spec.num_rows - 1}. Check the number of rows. To start again at row 0, load the checkpoint."
-            )
-        values, counts = np.unique(rows, return_counts=True)
-        if len(values) < len(rows):
-            raise InvalidInputError(
-                f"Rows {values[counts > 1][:5].tolist()} are given more than once. Give each row once."
-            )
-        return rows
-
-    def refuse_other_samples(
-        self, table: AbstractRowTable | None, rows: NDArray[np.int64], keys: NDArray[np.float32]
-    ) -> None:
-        """Raise if complete stored targets were computed from other samples than those seen so far."""
-        all_keys = self._keys.copy()
-        all_keys[rows] = keys
-        there = table.read(_SAMPLE_KEYS) if table is not None and table.complete else all_keys
-        differing = np.flatnonzero(~np.isnan(all_keys) & (all_keys != there)).tolist()
-        if differing:
-            raise InvalidInputError(
-                f"Rows {differing[:5]} of {self.label} were scored before with other samples. One experiment is one "
-                "set of targets: use another exp_name for another set. If it is the same set and its samples change "
-                "from one access to the next (augmentation, noise), switch the randomness off."
-            )
-        self._keys = all_keys
-
-
-def _sample_keys(batch: Batch) -> NDArray[np.float32]:
-    """Return 24 bits of the checksum of every sample ``(B,)``; float32 holds them exactly."""
-    leaves, _ = flatten_batch(batch)
-    arrays = [leaf.detach().cpu().contiguous().reshape(len(leaf), *leaf.shape[1:], 1) for leaf in leaves]
-    keys = [0] * len(leaves[0])
-    for array in arrays:
-        rows = array.view(torch.uint8).numpy()
-        keys = [zlib.crc32(row.tobytes(), key) for row, key in zip(rows, keys, strict=True)]
-    return np.array([key & 0xFFFFFF for key in keys], np.float32)
 
 
 def _refuse_other_weights(model_id: int, table: AbstractRowTable, digest: str) -> None:
