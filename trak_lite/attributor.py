@@ -23,18 +23,10 @@ from trak_lite.core.progress import Stages
 from trak_lite.core.validate import positive_int, real_at_least
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import (
-    InvalidInputError,
-    ManifestMismatchError,
-    MissingStoreError,
-    StateError,
-    StoreError,
-    printable,
-)
+from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
 from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.fits import MethodFits
-from trak_lite.featurizing.session import KnownSource, Run
-from trak_lite.featurizing.targets import TargetSet
+from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.train_work import TrainWork, marking_last
 from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
@@ -45,13 +37,13 @@ from trak_lite.projectors import AbstractProjector
 from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
 from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task
-from trak_lite.run.stored_settings import stored_arguments
-from trak_lite.run.workspace import Workspace, naming_dropped
+from trak_lite.run.stored_settings import refuse_other_model, stored_arguments
+from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.plan import Plan
 from trak_lite.scoring.planning import planned
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.source import ScoreSource
-from trak_lite.scoring.stored import ScoreResult, drop_scores, stored_scores
+from trak_lite.scoring.sessions import matrix_scores, scoring_session
+from trak_lite.scoring.stored import drop_scores, stored_scores
 from trak_lite.scoring.unprojected import (
     MAX_BYTES,
     Refine,
@@ -59,7 +51,7 @@ from trak_lite.scoring.unprojected import (
     scores_of_stream,
     unprojected_scored_by,
 )
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, RemotePlace, open_store
+from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.types import Batch, FeatureLayout
@@ -241,16 +233,7 @@ class Attributor:
             manifest = store.manifest
         resolved_task, arguments = stored_arguments(manifest, task, overrides, where=str(location))
         if overrides.get("grad_wrt") is None and isinstance(model, nn.Module):
-            model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-            if missing := [name for name in arguments["grad_wrt"] if name not in model_names]:
-                # By DDP, torch.compile.
-                wrapped = [name for name in model_names if name.endswith(f".{missing[0]}")]
-                has = f" (it has {min(wrapped)!r})" if wrapped else ""
-                raise ManifestMismatchError(
-                    f"The rows are of another model: {location} has gradients of {len(missing)} parameters that this "
-                    f"{type(model).__name__} lacks, such as {missing[0]!r}{has}. Pass a model of the store's "
-                    "architecture."
-                )
+            refuse_other_model(model, arguments["grad_wrt"], where=str(location))
         return cls(model, resolved_task, location, **arguments)
 
     def __repr__(self) -> str:
@@ -553,7 +536,7 @@ class Attributor:
             score = partial(self.score, data, name, task=task, batch_size=batch_size, **more)
             targets = run.targets(data, batch_size)  # first: it identifies questions
             parts = _Parts(run, run.rows(data, "the targets", batch_size), name, score)
-            return self._score_matrix(chosen, targets, parts, (checkpoints, checkpoint_loader))
+            return matrix_scores(run, targets, name, chosen, (checkpoints, checkpoint_loader), parts)
         if refine is not None:
             if k is not None:
                 raise InvalidInputError(
@@ -571,7 +554,7 @@ class Attributor:
         weighing = (
             [chosen] if refine is None else [chosen, unprojected_scored_by(self._settings, refine.method)]
         )
-        with self._scoring(run, targets, name, weighing, source) as (target_set, train, result):
+        with scoring_session(run, targets, name, weighing, source) as (target_set, train, result):
             session, ranks = target_set.session, result.source.ranks
             ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
@@ -586,57 +569,6 @@ class Attributor:
             if refine is not None and ends is not None:
                 return refined_scores(session, train, targets, name, refine, ends)
             return result.scores(run, dense=dense, ends=ends, shown=shown)
-
-    @contextmanager
-    def _scoring(
-        self, run: Run, targets: Rows, name: str, methods: Sequence[AbstractMethod], checkpoints: KnownSource
-    ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
-        """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
-
-        Checkpoints that are given are loaded, and their missing target features are computed. The first of ``methods``
-        is that of the scores; all of them weigh the checkpoints.
-        """
-        method, held = methods[0], None if run.train is None else run.train.held
-        with (
-            run.joined(f"score {name!r}") as ranks,
-            run.session(ranks=ranks, train=held) as session,
-            naming_dropped(session.store) as train_tables,
-        ):
-            target_set = TargetSet(session, targets, name, method)
-            used: list[str] | None = None
-            if checkpoints[0] is not None:
-                target_set.refuse_others()
-                checkpoint_iter = iterate_checkpoints(*checkpoints)
-                with Stages.of(count_checkpoints(*checkpoints), target_set.num_units) as stages:
-                    used = [target_set.add(one, train_tables) for one in stages.each(checkpoint_iter)]
-            train = tables.complete_tables(session.store, used, train_tables)
-            if used is None and any(len(set(one.weights(len(train)))) > 1 for one in methods):
-                tables.require_order(train, self._run.last)
-            source = ScoreSource(
-                *(session.store, list(train.values()), name, method),
-                layout=self._settings.layout,
-                device=self.device,
-                ranks=ranks,
-            )
-            yield target_set, train, ScoreResult(source, self.method, target_set.identity, len(targets))
-
-    def _score_matrix(
-        self, method: AbstractMethod, targets: Rows, parts: _Parts, checkpoints: KnownSource
-    ) -> Scores:
-        """Return the scores of a method that gives a whole matrix: the stored ones, or those that it makes."""
-        made: MadeScores | None = None
-        while True:
-            opened = self._scoring(parts.run, targets, parts.name, [method], checkpoints)
-            with opened as (target_set, train, result):
-                target_set.find(train)
-                target_set.compare(train)
-                ranks = result.source.ranks
-                finished = ranks.broadcast("whether they are there", result.is_finished)
-                if not finished and made is not None:
-                    ranks.broadcast("the scores", partial(result.put, made))
-                if finished or made is not None:
-                    return result.scores(parts.run, dense=True)
-            made = method.matrix(parts)  # between two sessions, because the parts open their own
 
     def stream_scores(
         self,

@@ -1,13 +1,14 @@
-"""The settings in a manifest: what reads a store without its model, and the arguments that its attributor had."""
+"""The settings in a manifest: what reads a store without its model, and what an attributor of the store needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Final, Self, final
 
 import torch
+from torch import nn
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
 from trak_lite.gradient_computers.normalization import Normalization
@@ -108,6 +109,19 @@ def stored_arguments(
             f"{', '.join(f'{name}=...' for name in needed)} to Attributor.open."
         )
     return chosen, arguments
+
+
+def refuse_other_model(model: nn.Module, parameters: Iterable[str], *, where: str) -> None:
+    """Raise if a model lacks parameters that the rows of a store are of; ``where`` is its name in messages."""
+    model_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if missing := [name for name in parameters if name not in model_names]:
+        # By DDP, torch.compile.
+        wrapped = [name for name in model_names if name.endswith(f".{missing[0]}")]
+        has = f" (it has {min(wrapped)!r})" if wrapped else ""
+        raise ManifestMismatchError(
+            f"The rows are of another model: {where} has gradients of {len(missing)} parameters that this "
+            f"{type(model).__name__} lacks, such as {missing[0]!r}{has}. Pass a model of the store's architecture."
+        )
 
 
 def _refuse_older(manifest: Manifest, where: str) -> None:
