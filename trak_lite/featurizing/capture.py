@@ -31,8 +31,8 @@ from trak_lite.featurizing.row_checks import LostModules
 from trak_lite.featurizing.rows import HostRows
 from trak_lite.featurizing.session import Run
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
+from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.models.borrowing import in_eval_mode, model_device
 from trak_lite.models.checkpoints import Checkpoint, weights_digest
 from trak_lite.models.optimizers import adam_states, named_optimizer_state

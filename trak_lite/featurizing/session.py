@@ -25,8 +25,8 @@ from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
-from trak_lite.gradient_computers._base import AbstractStreamingComputer
 from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import BorrowedModel, borrow_model, turn_of_thread

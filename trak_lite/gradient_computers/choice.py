@@ -11,12 +11,13 @@ import torch
 from trak_lite.core.devices import Float32Products
 from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError, refuse_machine_failure
-from trak_lite.gradient_computers._base import AbstractGradientComputer, AbstractStreamingComputer, refusal
+from trak_lite.gradient_computers._base import AbstractGradientComputer, refusal
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.gradient_computers.parameters import ParameterChoice, select_parameters
 from trak_lite.gradient_computers.self_check import MixedSamplesError
+from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 

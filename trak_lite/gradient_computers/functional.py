@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from trak_lite.data.batches import columns_of, flatten_batch, take_rows
-from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.parameters import Kept
+from trak_lite.gradient_computers.streaming import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 

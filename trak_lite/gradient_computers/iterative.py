@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from trak_lite.data.batches import take_rows
 from trak_lite.errors import InvalidInputError, summary
-from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.gradient_computers.randomness import MIXES
 from trak_lite.gradient_computers.reference import WRONG_ALONE, naming_graph_failures
+from trak_lite.gradient_computers.streaming import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.types import Batch, BlockSink, DenseBlock, OutputTerms
 
 

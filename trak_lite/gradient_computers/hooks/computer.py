@@ -24,7 +24,6 @@ from trak_lite.errors import (
     refuse_machine_failure,
     summary,
 )
-from trak_lite.gradient_computers._base import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
@@ -45,6 +44,7 @@ from trak_lite.gradient_computers.self_check import (
     draws_masks,
     refuse_changing,
 )
+from trak_lite.gradient_computers.streaming import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
