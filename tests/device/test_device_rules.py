@@ -16,7 +16,7 @@ from trak_lite.data.batches import move_batch
 from trak_lite.errors import NonFiniteError
 from trak_lite.featurizing import gradient_norms
 from trak_lite.featurizing.kronecker.curvature import Eigenbasis
-from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, self_check
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS, collect_gradients, comparison, self_check
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.linalg.topk import TopK
 from trak_lite.methods import CG, LiSSA
@@ -284,7 +284,7 @@ def test_the_model_and_the_reference_of_the_self_check_run_in_tf32(engine, devic
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt"])
 def test_gradients_in_tf32_are_those_of_a_loop_in_tf32(name, engine, device, monkeypatch):
     """Its own self-check passes without a second look, and torch's loop is nearer than full products are."""
-    monkeypatch.setattr(self_check, "_equal_in_float64", None)
+    monkeypatch.setattr(comparison, "_equal_in_float64", None)
     case = make(name)
     model, task = case.model.to(device).eval(), resolve_task(case.task)
     batch = move_batch((case.collate or default_collate)([case.train[i] for i in range(6)]), device)

@@ -288,7 +288,7 @@ def quantised(s, x):
 @pytest.fixture(params=[True, False], ids=["a copy in float64", "too large for a copy in float64"])
 def has_float64(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr("trak_lite.gradient_computers.self_check.fits_in_float64", lambda model: False)
+        monkeypatch.setattr("trak_lite.gradient_computers.comparison.fits_in_float64", lambda model: False)
 
 
 @pytest.mark.usefixtures("has_float64")

@@ -26,17 +26,12 @@ from torch.nn.modules import module as torch_module
 from trak_lite.core.devices import in_float64
 from trak_lite.data.batches import attributes_beside, is_equal
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
+from trak_lite.gradient_computers.comparison import rounding_of
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
 from trak_lite.gradient_computers.reference import CheckedComputer
-from trak_lite.gradient_computers.self_check import (
-    NamedRows,
-    SelfCheck,
-    SelfCheckError,
-    is_scheduled,
-    rounding_of,
-)
+from trak_lite.gradient_computers.self_check import NamedRows, SelfCheck, SelfCheckError, is_scheduled
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch

@@ -1,55 +1,26 @@
-"""Self-check of the gradient computers: compares some samples' gradients with autograd's on each sample alone."""
+"""Schedule of the self-check: which samples of which batches are compared with autograd, and what a failure refuses."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from trak_lite.core.devices import wide_dtype
-from trak_lite.data.batches import (
-    attributes_beside,
-    batch_size,
-    flatten_batch,
-    is_column,
-    map_tensors,
-    take_rows,
-)
-from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
+from trak_lite.data.batches import attributes_beside, flatten_batch, is_column
+from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.parameters import Kept
-from trak_lite.gradient_computers.randomness import differ, draws_numbers, outputs_of, restoring_draws
-from trak_lite.gradient_computers.reference import (
-    CheckedComputer,
-    SeenDtypes,
-    fits_in_float64,
-    gradients_alone,
-    in_float64,
-    widened,
-)
-from trak_lite.models.sharded import class_of, is_sharded
+from trak_lite.gradient_computers.samples import WIDTH
 from trak_lite.models.tree import ModelTree
-from trak_lite.types import Batch, BlockSink, GradientBlock
+from trak_lite.types import Batch
 
-logger = logging.getLogger(__name__)
-
-_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative error that counts as rounding without further checks."""
-_TIES = {torch.float64: 1e-8, torch.float32: 2e-2, torch.float16: 0.1, torch.bfloat16: 0.3}
-"""Relative error that a max or a ReLU may cause if rounding decides a tie differently; leads to further checks."""
-_SPREAD = 8.0
-"""Allowed error as a multiple of the difference between two references."""
 _SAMPLES_AT_FIRST = 8
 """Number of samples compared in the first batch of a size."""
 _LONGEST_GAP = 64
@@ -59,9 +30,6 @@ _MOST_FLAGS = 16
 """Values of the flags beside the tensors whose batches have a schedule of their own; those of others share one."""
 _MOST_KEPT_BYTES = 1 << 26
 """Memory limit for the gradients held for comparison; two samples are always allowed."""
-_MOST_ENTRIES = 1 << 20
-"""Entries of the dense gradients of one parameter that are formed at a time; one sample is always allowed."""
-_WIDTH, _PIECE, _STEP = 1 << 12, 1 << 18, 40503
 NamedRows = tuple[str, NDArray[np.int64]]
 """The name of some data, and rows of it."""
 _Rows = Mapping[str, NDArray[np.int64]]
@@ -77,9 +45,6 @@ class SelfCheckError(UnsupportedModelError):
 
 class MixedSamplesError(SelfCheckError):
     """f of a sample is another one in half of its batch, so that other gradient computers must look for it, too."""
-
-
-# ---------------------------------------------------------------- schedule
 
 
 @dataclass(slots=True)
@@ -185,7 +150,7 @@ class SelfCheck:
         progress = self._progress.get(structure)
         is_new = progress is None or size not in progress.checked_sizes
         if progress is None or (is_new and (whole or size not in progress.num_checks)):
-            per_sample = 8 * sum(min(p.numel(), _WIDTH) for p in kept.values())
+            per_sample = 8 * sum(min(p.numel(), WIDTH) for p in kept.values())
             most = max(2, min(_SAMPLES_AT_FIRST, _MOST_KEPT_BYTES // per_sample))
             count = size if whole else min(size, most)
             return [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
@@ -254,11 +219,6 @@ class SelfCheck:
         return {what: np.unique(np.concatenate(parts)) for what, parts in by_name.items()}
 
 
-def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """Return the relative error that counts as rounding in the narrowest of some dtypes."""
-    return max((_ROUNDING.get(dtype, 1e-2) for dtype in dtypes), default=0.0)
-
-
 def is_scheduled(number: int) -> bool:
     """Whether the batch with this number, counted from 1, is scheduled for a check."""
     return number & (number - 1) == 0 if number <= _LONGEST_GAP else number % _LONGEST_GAP == 0
@@ -298,305 +258,3 @@ def draws_masks(tree: ModelTree) -> bool:
         for module in tree.modules
         if isinstance(module, dropouts)
     )
-
-
-# ---------------------------------------------------------------- comparing
-
-
-class Samples:
-    """Collects from the streamed blocks the numbers by which some samples' gradients are compared.
-
-    For a gradient with more than 4096 entries, these are 4096 sums of its entries with random signs. The sums are
-    linear in the gradient, and they give the norm of a difference to within 2 %.
-    """
-
-    def __init__(self, positions: Sequence[int], kept: Kept, start: int = 0) -> None:
-        """Prepare for the samples at these positions; ``start`` is the ``start`` of the block of position 0."""
-        self.positions = list(positions)
-        self._start, self._sizes = start, {name: p.numel() for name, p in kept.items()}
-        widths = [min(size, _WIDTH) for size in self._sizes.values()]
-        device = next(iter(kept.values())).device
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            # One allocation: many small ones would fragment the memory that large gradients reuse.
-            held = torch.zeros(len(positions), sum(widths), dtype=wide_dtype(device), device=device)
-            self._of = dict(zip(kept, torch.split(held, widths, 1), strict=True))
-
-    def sums(self, kept: Iterable[str]) -> Tensor:
-        """Return the numbers ``(len(positions), W)`` of some parameters, in order."""
-        with torch._C.DisableTorchFunction():
-            return torch.cat([self._of[name] for name in kept], 1)
-
-    def passing(self, sink: BlockSink) -> BlockSink:
-        """Return a sink that collects from each block and passes it to ``sink``."""
-        if not self.positions:
-            return sink
-
-        def take(block: GradientBlock) -> None:
-            first, end = block.start - self._start, block.start - self._start + block.num_samples
-            rows = [row for row, at in enumerate(self.positions) if first <= at < end]
-            step = max(1, _MOST_ENTRIES // self._sizes[block.name])
-            for some in (rows[i : i + step] for i in range(0, len(rows), step)):
-                with torch._C.DisableTorchFunction():
-                    part = block.samples([self.positions[row] - first for row in some])
-                    self.add(some, block.name, part.dense())
-            sink(block)
-
-        return take
-
-    def add(self, rows: slice | Sequence[int], name: str, grads: Tensor) -> None:
-        """Store a parameter's flat gradients ``(b, P)`` for the samples at the indices ``rows`` of ``positions``."""
-        with torch.no_grad():
-            self._of[name][rows] = _sums(grads)
-
-
-def _sums(rows: Tensor) -> Tensor:
-    """Return the entries of gradients ``(b, P)`` or, if P is above 4096, 4096 sums of them with random signs."""
-    wide = wide_dtype(rows.device)
-    if rows.shape[1] <= _WIDTH:
-        return rows.to(wide)
-    total = torch.zeros(len(rows), _WIDTH, dtype=wide, device=rows.device)
-    signs = _signs(rows.device)
-    for number, piece in enumerate(torch.split(rows, _PIECE, 1)):
-        start = number * _STEP % _PIECE
-        signed = piece * signs[start : start + piece.shape[1]]
-        if rest := -piece.shape[1] % _WIDTH:
-            signed = nn.functional.pad(signed, (0, rest))
-        # A sum of more than 64 numbers takes three times as long.
-        total += signed.view(len(rows), -1, _WIDTH).sum(1)
-    return total
-
-
-@functools.cache
-def _signs(device: torch.device) -> Tensor:
-    """Return random signs; each piece of a gradient uses another section of them."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    drawn = torch.randint(2, (2 * _PIECE,), generator=generator, dtype=torch.float32, device="cpu")
-    return (2 * drawn - 1).to(device)
-
-
-def _alone(computer: CheckedComputer, batch: Batch, row: int, kept: Kept, seed: int | None = None) -> Tensor:
-    """Return the numbers ``(W,)`` of autograd's gradients for a row; see :class:`Samples`."""
-    samples = Samples([row], kept)
-    with restoring_draws(computer.model, seed):
-        gradients_alone(computer, batch, row, kept, functools.partial(samples.add, slice(0, 1)))
-    return samples.sums(kept)[0]
-
-
-class _Difference(NamedTuple):
-    """Difference between a parameter's gradient and the reference."""
-
-    error: float
-    norm: float
-    unit: float
-    """Absolute error that is always allowed: underflow in the gradient's dtype."""
-
-
-_Differences = Mapping[str, _Difference]
-_Limits = Mapping[str, float]
-"""Allowed relative errors, by parameter."""
-
-
-def _differences(actual: Tensor, expected: Tensor, kept: Kept) -> _Differences:
-    """Return the differences between two gradients, given by their numbers ``(W,)``, by parameter name."""
-    widths = [min(p.numel(), _WIDTH) for p in kept.values()]
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        parts = [*torch.split(actual - expected, widths), *torch.split(expected, widths)]
-        sizes = torch.stack(torch._foreach_norm(parts)).tolist()
-    differences = {}
-    for (name, p), error, norm in zip(kept.items(), sizes[: len(kept)], sizes[len(kept) :], strict=True):
-        number = torch.finfo(p.dtype)
-        unit = 4 * number.smallest_normal * number.eps * math.sqrt(p.numel())
-        differences[name] = _Difference(error, norm, unit)
-    return differences
-
-
-def compare(
-    computer: CheckedComputer,
-    batch: Batch,
-    kept: Kept,
-    samples: Samples,
-    dtypes: Sequence[torch.dtype] = (),
-    *,
-    needs_whole: bool = False,
-) -> None:
-    """Raise if the gradient of a sample differs from autograd's by more than rounding.
-
-    The reference's gradients are held one parameter at a time. Samples with an error beyond rounding are compared again
-    in float64, with the same random numbers on both sides. An error that remains is then compared with the difference
-    of two references, and refused if it is far larger. If the gradients are equal in float64, errors that a tie can
-    explain are accepted. Random states are left as they are. ``samples`` is what was collected from the blocks, and
-    ``dtypes`` are those of the model's computations, besides those of the parameters. ``needs_whole`` is
-    whether a part of the batch may show less than the whole batch in float64.
-
-    Raises:
-        SelfCheckError: If a gradient differs; the message names the parameter.
-    """
-    inner = [*dtypes, *([] if computer.autocast_dtype is None else [computer.autocast_dtype])]
-    if computer.float32_products == "tf32" and next(iter(kept.values())).device.type != "cpu":
-        inner.append(torch.float16)  # TF32 has the mantissa of float16
-    rounding, ties = (
-        {name: max(table.get(dtype, 1e-2) for dtype in (p.dtype, *inner)) for name, p in kept.items()}
-        for table in (_ROUNDING, _TIES)
-    )
-    sums, doubtful = samples.sums(kept), dict[int, _Differences]()
-    for actual, position in zip(sums, samples.positions, strict=True):
-        differences = _differences(actual, _alone(computer, take_rows(batch, [position]), 0, kept), kept)
-        if _wrong(differences, rounding) is not None:
-            doubtful[position] = differences
-    if not doubtful:
-        return
-    # Equality of a part does not vouch for errors that no tie explains.
-    needs_whole = needs_whole or any(_wrong(errors, ties) is not None for errors in doubtful.values())
-    exact = _equal_in_float64(computer, batch, kept, list(doubtful), needs_whole)
-    # Use a second pass only if the first one drew other random numbers: a model may cache values between passes.
-    if draws_numbers(computer, take_rows(batch, [0])):
-        again = _repeated(computer, batch, kept, list(doubtful))
-        doubtful = {position: errors for position, (_, errors) in zip(doubtful, again, strict=True)}
-    elif exact is not None:
-        by_position = dict(zip(samples.positions, sums, strict=True))
-        for (position, errors), right in zip(doubtful.items(), exact, strict=True):
-            # In bfloat16 the reference may be less accurate than the compared gradient: torch sums the gradient of a
-            # LayerNorm's bias over the positions in bfloat16.
-            other = _differences(by_position[position], right, kept)
-            doubtful[position] = {
-                name: value._replace(error=min(value.error, other[name].error))
-                for name, value in errors.items()
-            }
-    _refuse_beyond_spread(computer, batch, kept, doubtful, rounding, ties, exact is not None)
-
-
-def _repeated(
-    computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int]
-) -> Iterator[tuple[Tensor, _Differences]]:
-    """Stream some samples again; yield each one's numbers and its differences from a reference with the same draws."""
-    for again, part, rows in computer.repeated(batch, positions):
-        samples = Samples(rows, kept)
-        with restoring_draws(computer.model, 0):
-            again.stream_gradients(part, samples.passing(lambda _: None))
-        for actual, row in zip(samples.sums(kept), rows, strict=True):
-            expected = _alone(again, take_rows(part, [row]), 0, kept, seed=0)
-            yield actual, _differences(actual, expected, kept)
-
-
-def _equal_in_float64(
-    computer: CheckedComputer, batch: Batch, kept: Kept, positions: Sequence[int], needs_whole: bool
-) -> list[Tensor] | None:
-    """Raise if gradients differ in float64, where no tie is decided by rounding; return them if they are equal."""
-    if not fits_in_float64(computer.model):
-        return None
-    computer.undo_passes()
-    part, rows = batch, positions
-    mode = SeenDtypes()
-    try:
-        with in_float64(computer.model), mode:
-            part = map_tensors(widened, batch)
-            if not needs_whole:
-                part, rows = computer.enough_for(part, positions)
-            repeats = list(_repeated(computer, part, kept, rows))
-    except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
-        refuse_machine_failure(error)
-        logger.debug("Not compared in float64: %s", error)  # the model or the device does not support float64
-        return None
-    exact = dict.fromkeys(kept, max(_ROUNDING.get(dtype, 1e-2) for dtype in mode.dtypes))
-    wrong = [differences for _, differences in repeats if _wrong(differences, exact) is not None]
-    if wrong and mode.dtypes == {torch.float64}:
-        _refuse(computer, batch, positions, wrong[0], exact)
-    return None if wrong else [sums for sums, _ in repeats]
-
-
-def _refuse_beyond_spread(
-    computer: CheckedComputer,
-    batch: Batch,
-    kept: Kept,
-    doubtful: Mapping[int, _Differences],
-    rounding: _Limits,
-    ties: _Limits,
-    equal: bool,
-) -> None:
-    """Raise if an error is far larger than the difference between two references.
-
-    ``doubtful`` has the differences by position; ``equal`` says whether the gradients are equal in float64.
-
-    The two references are the sample alone, and a batch of copies of the sample with the size of the original batch.
-    The copies run in the same kernels as the original batch, so that rounding decides their ties in the same way. The
-    copies may also lose rows in the same way (a limit on an expert's rows). Unless equality in float64 excludes that,
-    the difference between the references allows at most the error of a tie.
-    """
-    for position, differences in doubtful.items():
-        if _wrong(differences, ties if equal else rounding) is None:
-            continue
-        copies = take_rows(batch, [position] * batch_size(batch))
-        spread: _Differences = {}
-        try:
-            alone = _alone(computer, take_rows(copies, [0]), 0, kept, seed=0)
-            spread = _differences(alone, _alone(computer, copies, position, kept, seed=0), kept)
-        except MODEL_FAILURES as error:  # for example, a model that takes one sample at a time
-            refuse_machine_failure(error)
-            logger.debug("Not compared with copies: %s", error)
-        largest = max((difference.norm for difference in spread.values()), default=0.0)
-        limits = dict(ties)
-        for name, difference in spread.items():
-            limit = _SPREAD * difference.error / max(difference.norm, 1e-2 * largest, difference.unit)
-            limits[name] = max(ties[name], limit) if equal else min(max(rounding[name], limit), ties[name])
-        _refuse(computer, batch, [position], differences, limits)
-
-
-def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
-    """Return the first parameter whose gradient differs by more than allowed, or ``None``."""
-    largest = max(difference.norm for difference in differences.values())
-    for name, difference in differences.items():
-        if difference.error > allowed[name] * max(difference.norm, 1e-2 * largest) + difference.unit:
-            return name
-    return None
-
-
-def _refuse(
-    computer: CheckedComputer,
-    batch: Batch,
-    positions: Sequence[int],
-    differences: _Differences,
-    allowed: _Limits,
-) -> None:
-    name = _wrong(differences, allowed)
-    if name is not None:
-        refuse_changing(computer, take_rows(batch, positions))
-        difference = differences[name]
-        advice = computer.advice_for(batch_size(batch))
-        if dict(computer.model.named_parameters())[name]._backward_hooks:
-            advice = (
-                f"{name!r} has tensor hooks (register_hook), which autograd applies to its gradient and this computer "
-                "does not. Remove the hooks: EKFAC, CG and LiSSA do not apply them. Use gradient_computer='iterative' "
-                "for the gradients that they return."
-            )
-        raise SelfCheckError(
-            f"The self-check failed: the gradient of {name!r} differs from autograd's on one sample alone by "
-            f"{difference.error:.3g}, where its norm is {difference.norm:.3g}. Expected equality up to rounding. "
-            f"{advice}"
-        )
-
-
-def refuse_changing(computer: CheckedComputer, batch: Batch) -> None:
-    """Raise if f of the same samples differs from pass to pass although torch draws the same numbers.
-
-    It takes several passes, and is only called where the model would be refused, or a warning given, anyway.
-    """
-    if is_sharded(computer.model):  # every pass needs all ranks
-        return
-    computer.undo_passes()
-    alone = [take_rows(batch, [row]) for row in range(min(batch_size(batch), _SAMPLES_AT_FIRST))]
-    for is_wide in (True, False) if fits_in_float64(computer.model) else (False,):
-        try:
-            with in_float64(computer.model) if is_wide else nullcontext():
-                parts = [map_tensors(widened, part) for part in alone] if is_wide else alone
-                values = torch.stack([outputs_of(computer, parts) for _ in range(4)])
-        except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
-            refuse_machine_failure(error)
-            continue
-        if differ(values):
-            raise SelfCheckError(
-                f"{class_of(computer.model).__name__}: f of the same sample has other values in other passes, so its "
-                "gradient is not defined. Something draws random numbers that torch.manual_seed does not set (random, "
-                "NumPy, a generator of its own), or changes what it reads. Expected an f of the sample and the weights "
-                "alone: draw from a seed in the row, as the task 'diffusion' does, or use a constant."
-            )
-        return

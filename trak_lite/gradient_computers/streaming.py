@@ -25,6 +25,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers._base import AbstractGradientComputer, collected, products_fingerprint
+from trak_lite.gradient_computers.comparison import compare, refuse_changing
 from trak_lite.gradient_computers.parameters import (
     Kept,
     ParameterChoice,
@@ -37,7 +38,8 @@ from trak_lite.gradient_computers.randomness import (
     refuse_random,
     refuse_reading_of_flags,
 )
-from trak_lite.gradient_computers.self_check import Samples, SelfCheck, compare, refuse_changing, structure_of
+from trak_lite.gradient_computers.samples import Samples
+from trak_lite.gradient_computers.self_check import SelfCheck, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree

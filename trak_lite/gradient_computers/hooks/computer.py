@@ -24,6 +24,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
     summary,
 )
+from trak_lite.gradient_computers.comparison import compare, refuse_changing
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
@@ -37,13 +38,8 @@ from trak_lite.gradient_computers.randomness import depends_on_batch, outputs_of
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.reference import WRONG_ALONE, SeenDtypes, fits_in_float64
 from trak_lite.gradient_computers.replays import Replays
-from trak_lite.gradient_computers.self_check import (
-    MixedSamplesError,
-    Samples,
-    compare,
-    draws_masks,
-    refuse_changing,
-)
+from trak_lite.gradient_computers.samples import Samples
+from trak_lite.gradient_computers.self_check import MixedSamplesError, draws_masks
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
