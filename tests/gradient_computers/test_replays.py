@@ -40,7 +40,8 @@ from trak_lite.gradient_computers import (
     collect_gradients,
     recording,
 )
-from trak_lite.gradient_computers.replays import Replays, _close, _leaves_of
+from trak_lite.gradient_computers.batch_kinds import leaves_of
+from trak_lite.gradient_computers.replays import Replays, _close
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.projectors import CountSketchProjector
@@ -1250,7 +1251,7 @@ def test_a_batch_that_holds_a_data_set_of_texts_is_not_compared_with_others():
     batch = Scaled(x=torch.ones(4, 5))
     batch.texts = ["a text"] * (1 << 18)
     start = time.process_time()
-    assert _leaves_of(batch)[0] is None
+    assert leaves_of(batch)[0] is None
     assert len(flatten_batch(batch)[0]) == 1
     assert time.process_time() - start < 0.1, "some milliseconds; 1 s if all texts are looked at"
 

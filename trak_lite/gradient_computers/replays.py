@@ -8,32 +8,34 @@ on the schedule of the self-check and after the last batch. On CUDA, short opera
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, Protocol, cast, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_module
 
 from trak_lite.core.devices import in_float64
-from trak_lite.data.batches import attributes_beside, is_equal
+from trak_lite.data.batches import is_equal
 from trak_lite.errors import MODEL_FAILURES, refuse_machine_failure, refuse_signal
+from trak_lite.gradient_computers.batch_kinds import (
+    Kind,
+    Pass,
+    ReplayedComputer,
+    is_watched,
+    leaves_of,
+    surroundings,
+)
 from trak_lite.gradient_computers.comparison import rounding_of
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
-from trak_lite.gradient_computers.reference import CheckedComputer
-from trak_lite.gradient_computers.self_check import NamedRows, SelfCheck, SelfCheckError, is_scheduled
+from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
 from trak_lite.gradient_computers.tape import Tape
-from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -43,8 +45,6 @@ _SECONDS, _PASSES = 0.05, 6.0
 _SAVED, _SAVED_ON_CPU = 0.9, 0.125
 """Part of a pass that a replay saves: most of a small one's on an accelerator, which waits for Python."""
 _MOST_KINDS: Final = 1024
-_MOST_ENTRIES: Final = 1 << 14
-"""Of a list in a batch that is replayed: all are compared in every batch."""
 _MOST_RECORDINGS, _MOST_BYTES = 64, 1 << 28
 """Recordings that are kept, if what they hold fits into so many bytes: texts of varying length have many shapes."""
 _MOST_GRAPHS: Final = 8
@@ -55,108 +55,12 @@ _CAPTURED_AFTER, _CAPTURED_FOR = 3, 16
 """Replays before one is captured as a CUDA graph, and batches that have to follow."""
 
 
-class ReplayedComputer(CheckedComputer, Protocol):
-    """Interface of a gradient computer whose passes can be replayed."""
-
-    modelout_fn: AbstractModelOutput
-    self_check: bool
-    checks: SelfCheck
-
-    @property
-    def differentiates_the_model(self) -> bool:
-        """Whether the gradients are those of the model with its own weights."""
-
-    def unchecked(self) -> AbstractContextManager[None]:
-        """Leave the self-check out in the block, off its schedule."""
-
-    def structure(self, batch: Batch, /) -> tuple[Any, int]:
-        """Return the key of the checks of such a batch, and the most batches from one compared to the next, or 0."""
-
-
-class _Pass(NamedTuple):
-    """A pass over a batch, for which a replay may stand."""
-
-    computer: ReplayedComputer
-    leaves: Sequence[Tensor]
-    """The tensors of the batch."""
-    work: Callable[[], Sequence[Tensor]]
-
-    def without_checks(self) -> Sequence[Tensor]:
-        """Run it without self-checks, whose operations are no part of it."""
-        checks, self.computer.self_check = self.computer.self_check, False
-        try:
-            return self.work()
-        finally:
-            self.computer.self_check = checks
-
-    def apart(self) -> Sequence[Tensor]:
-        """Run it once more, as no batch of the schedule of the self-check."""
-        with self.computer.unchecked():
-            return self.work()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the batch."""
-        return sum(leaf.nbytes for leaf in self.leaves)
-
-    def is_due(self, kind: _Kind) -> bool:
-        """Whether samples of it are compared on the schedule of the self-check."""
-        computer = self.computer
-        return computer.self_check and computer.checks.is_due(kind.structure, len(self.leaves[0]))
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Kind:
-    """What is known of the batches of one layout."""
-
-    count: int = 0
-    first: int = 0
-    """Number of its first batch among those of all kinds."""
-    last: int = 0
-    seconds: float = float("inf")
-    """Shortest pass after the first, whose plan has to be made."""
-    recording: Recording | None = None
-    constants: Sequence[tuple[Tensor, int | None, int]] = ()
-    """Tensors that the recording takes to be unchanged, their versions and places; a training may change them."""
-    graph: Callable[..., list[Tensor]] | None = None
-    """Runs in place of the recording."""
-    may_be_captured: bool = True
-    is_unsteady: bool = False
-    """Whether the pass itself has other bits from time to time, as with atomic additions on a GPU."""
-    surroundings: tuple[Any, ...] = ()
-    outside: tuple[Any, ...] = ()
-    """Values outside the model in its batches."""
-    structure: Any = None
-    gap: int = 0
-    """Largest number of batches from one comparison to the next."""
-    compared: int = 0
-    """Number of its last batch that was compared."""
-    confirmed: bool = False
-    uncompared: _Pass | None = None
-    """Its last replayed batch, if none was compared since."""
-    rows: list[NamedRows] = dataclasses.field(default_factory=list)
-    """Those of the replayed batches since a comparison."""
-    num_replayed: int = 0
-    num_other_paths: int = 0
-    refusal: str | None = None
-
-    def forget_replays(self) -> None:
-        self.uncompared = None
-        self.rows.clear()
-
-    def has_other_constants(self) -> bool:
-        return any(
-            version_of(tensor) != version or tensor.data_ptr() != address
-            for tensor, version, address in self.constants
-        )
-
-
 @final
 class Replays:
     """Runs passes, and replays those that are known to run the same operations. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[Any, Kind] = OrderedDict()
         self._projector: Callable[[], Any] = lambda: None
         """A weak reference to the projector of the kinds, whose tensors are freed with it."""
         self._state: tuple[int, ...] = ()
@@ -194,12 +98,12 @@ class Replays:
         Raises:
             SelfCheckError: If a replay that was in use differs from the pass; names the rows since the last comparison.
         """
-        leaves, flags = _leaves_of(batch)
+        leaves, flags = leaves_of(batch)
         alive: list[Any] = []
         state = None
         if leaves is None:
             self._tell(computer, "batches hold more than plain tensors, numbers and texts")
-        elif _is_watched(leaves[0].device):
+        elif is_watched(leaves[0].device):
             self._tell(computer, "a mode of torch, autocast or hooks of all modules are on")
         elif type(projector).__weakrefoffset__:
             state = self._present(computer, projector, alive)
@@ -218,9 +122,9 @@ class Replays:
         if outside is None:
             self._keep_for(None)
             return work()
-        pass_ = _Pass(computer, leaves, work)
+        pass_ = Pass(computer, leaves, work)
         layout = tuple((leaf.shape, leaf.dtype, leaf.stride(), leaf.device) for leaf in leaves)
-        kind = self._kind((layout, flags, _surroundings(leaves[0]), tuple(setting), outside))
+        kind = self._kind((layout, flags, surroundings(leaves[0]), tuple(setting), outside))
         kind.count += 1
         self._num_batches += 1
         self._keep_for(None if kind.graph else kind.recording)
@@ -255,7 +159,7 @@ class Replays:
         kind.uncompared = pass_
         return results
 
-    def _has_room(self, pass_: _Pass) -> bool:
+    def _has_room(self, pass_: Pass) -> bool:
         """Whether the batch can be kept for a comparison beside those of other kinds."""
         waiting = sum(kind.uncompared.num_bytes for kind in self._kinds.values() if kind.uncompared)
         return not waiting or waiting + pass_.num_bytes <= _MOST_BYTES
@@ -288,7 +192,7 @@ class Replays:
         """
         waiting = [kind for kind in self._kinds.values() if kind.uncompared is not None]
         if waiting and complete:
-            computer = cast("_Pass", waiting[-1].uncompared).computer
+            computer = cast("Pass", waiting[-1].uncompared).computer
             if self._present(computer, self._projector(), []) == self._state:
                 for kind in waiting:
                     self._settle(kind)
@@ -298,12 +202,12 @@ class Replays:
                 kind.recording = kind.graph = None
         self._keep_for(None)
 
-    def _settle(self, kind: _Kind) -> None:
+    def _settle(self, kind: Kind) -> None:
         """Compare the last replayed batch of a kind, if that was not done and a pass would be the same."""
         pass_, kind.uncompared = kind.uncompared, None
-        if pass_ is None or kind.has_other_constants() or _is_watched(pass_.leaves[0].device):
+        if pass_ is None or kind.has_other_constants() or is_watched(pass_.leaves[0].device):
             return
-        if _surroundings(pass_.leaves[0]) != kind.surroundings:
+        if surroundings(pass_.leaves[0]) != kind.surroundings:
             return
         if self._outside is None or self._outside.values() == kind.outside:
             self._keep_for(None)
@@ -315,7 +219,7 @@ class Replays:
             self._keeping.forget()
         self._keeping = recording
 
-    def _pays(self, kind: _Kind, on_cpu: bool, to_come: float | None) -> bool:
+    def _pays(self, kind: Kind, on_cpu: bool, to_come: float | None) -> bool:
         """Whether replays of the batches of a kind that may follow save more time than a recording costs."""
         saved = self._expected(kind, to_come) * (_SAVED_ON_CPU if on_cpu else _SAVED) * kind.seconds
         if kind.count < 3 or saved <= _SECONDS + _PASSES * kind.seconds:
@@ -332,10 +236,10 @@ class Replays:
                 return True
         return False
 
-    def _expected(self, kind: _Kind, to_come: float | None) -> float:
+    def _expected(self, kind: Kind, to_come: float | None) -> float:
         return kind.count if to_come is None else to_come * kind.count / self._num_batches
 
-    def _capture(self, kind: _Kind, leaves: Sequence[Tensor], to_come: float | None) -> None:
+    def _capture(self, kind: Kind, leaves: Sequence[Tensor], to_come: float | None) -> None:
         """Make a CUDA graph of a recording, if that saves time. It is used after it had the bits of a pass."""
         assert kind.recording is not None
         graphs = sum(other.graph is not None for other in self._kinds.values())
@@ -368,16 +272,16 @@ class Replays:
         self._state, self._num_batches, self._keeping = (), 0, None
         self._outside = None
 
-    def _kind(self, key: tuple[Any, ...]) -> _Kind:
+    def _kind(self, key: tuple[Any, ...]) -> Kind:
         """Return what is known of a kind, as the newest; forget the oldest if there are too many."""
-        kind = self._kinds.pop(key, None) or _Kind(surroundings=key[2], outside=key[-1])
+        kind = self._kinds.pop(key, None) or Kind(surroundings=key[2], outside=key[-1])
         self._kinds[key] = kind
         if len(self._kinds) > _MOST_KINDS:
             self._settle(next(iter(self._kinds.values())))
             self._kinds.popitem(last=False)
         return kind
 
-    def _recorded(self, kind: _Kind, pass_: _Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
+    def _recorded(self, kind: Kind, pass_: Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
         """Run a pass and record it, if its plan says that every batch runs like it."""
         computer, leaves, work = pass_
         if not (kind.gap and computer.differentiates_the_model):
@@ -428,7 +332,7 @@ class Replays:
             for kind in self._kinds.values():
                 kind.outside = values
 
-    def _replayed(self, kind: _Kind, pass_: _Pass) -> list[Tensor] | None:
+    def _replayed(self, kind: Kind, pass_: Pass) -> list[Tensor] | None:
         """Return the results of a replay, ``None`` if the pass has to run."""
         assert kind.recording is not None
         self._keep_for(None if kind.graph else kind.recording)
@@ -446,7 +350,7 @@ class Replays:
         self._keep_for(None)
         return None
 
-    def _compared(self, kind: _Kind, pass_: _Pass, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def _compared(self, kind: Kind, pass_: Pass, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         computer, kind.compared = pass_.computer, kind.count
         replayed = self._replayed(kind, pass_)
         suspected = computer.checks.suspected(row for kind in self._kinds.values() for row in kind.rows)
@@ -484,18 +388,18 @@ class Replays:
         return results
 
     @staticmethod
-    def _is_unsteady(kind: _Kind, pass_: _Pass, results: Sequence[Tensor]) -> bool:
+    def _is_unsteady(kind: Kind, pass_: Pass, results: Sequence[Tensor]) -> bool:
         """Whether another pass over the same batch has other bits than the first; on a CPU it has the same."""
         if not kind.is_unsteady and results[0].device.type != "cpu":
             kind.is_unsteady = not all(map(_same_bits, results, pass_.apart()))
         return kind.is_unsteady
 
-    def _refuse(self, kind: _Kind, computer: ReplayedComputer, reason: str) -> None:
+    def _refuse(self, kind: Kind, computer: ReplayedComputer, reason: str) -> None:
         kind.refusal, kind.recording, kind.graph = reason, None, None
         self._tell(computer, reason)
 
 
-def _timed(kind: _Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+def _timed(kind: Kind, work: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     start = time.process_time()
     results = work()
     if kind.count > 1:
@@ -516,71 +420,3 @@ def _close(one: Tensor, other: Tensor, rounding: float) -> bool:
     error = torch.linalg.vector_norm((one - other).masked_fill(same, 0.0), dim=1)
     size = torch.linalg.vector_norm(one, dim=1).nan_to_num(0.0, 0.0, 0.0)
     return bool((error <= rounding * size.clamp(min=1e-2 * float(size.max()))).all())
-
-
-def _is_watched(device: torch.device) -> bool:
-    """Whether a mode of torch sees or changes operations, or hooks of all modules or autocast of the caller do."""
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.is_inference_mode_enabled()
-        or any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type} - {"meta"})
-    )
-
-
-def _surroundings(leaf: Tensor) -> tuple[Any, ...]:
-    """Return settings of the process that choose kernels; a CUDA graph keeps its kernels."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    of_cuda: tuple[Any, ...] = ()
-    if leaf.is_cuda:
-        reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-        of_cuda = cudnn.deterministic, cudnn.benchmark, *reduced
-    return (
-        leaf.device,
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-        *of_cuda,
-    )
-
-
-def _leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
-    """Return the tensors of a batch, and what else it holds; no tensors if that may differ from sample to sample."""
-    leaves: list[Tensor] = []
-    flags: list[Hashable] = []
-
-    def walk(value: Any) -> bool:
-        if isinstance(value, Tensor):
-            leaves.append(value)
-            flags.append("tensor")
-            return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
-        parts: Sequence[Any] | None = None
-        if isinstance(value, Mapping):
-            parts, names = [*value.values()], [*value]
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value)]
-            parts = [getattr(value, name) for name in names]
-        elif isinstance(value, tuple | list):
-            if len(value) > _MOST_ENTRIES:
-                return False
-            parts, names = value, [len(value)]
-        if parts is not None:
-            beside = attributes_beside(value)
-            flags.append((type(value), *names, *beside))
-            return all(map(walk, parts)) and all(map(walk_beside, beside.values()))
-        flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
-        has_more = hasattr(value, "__dict__") and not isinstance(value, enum.Enum)  # attributes
-        return value is None or (isinstance(value, bool | int | float | str) and not has_more)
-
-    def walk_beside(value: Any) -> bool:
-        index = next((i for i, leaf in enumerate(leaves) if leaf is value), None)
-        flags.append(index)
-        return index is not None or walk(value)
-
-    usable = walk(batch) and bool(leaves) and all(leaf.dim() for leaf in leaves)
-    usable = usable and len(set(map(id, leaves))) == len(leaves)
-    return (leaves if usable else None), tuple(flags)
