@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from trak_lite.errors import UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, by_sample
+from trak_lite.gradient_computers.hooks.plan.probe import describe
 from trak_lite.gradient_computers.randomness import RandomState
 from trak_lite.gradient_computers.recording import ENTRIES, by_name
 from trak_lite.types import FactoredBlock, LookupBlock, SummedBlock
@@ -99,6 +101,9 @@ Parts: TypeAlias = Iterator[tuple[Tensor, Contribution]]
 OperationRule: TypeAlias = Callable[[OperationCall, Tensor], Parts]
 """``rule(call, output_grad)``; it yields nothing if it does not apply."""
 _SIZES = frozenset({tuple, list, torch.Size})
+_TRANSPOSITIONS = frozenset(
+    {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
+)
 
 
 def conjugate(value: Any) -> Any:
@@ -121,6 +126,15 @@ def transposed(part: Contribution, shape: Sequence[int]) -> Contribution:
     if isinstance(part, FactoredBlock):
         return FactoredBlock("", part.output_grads, part.inputs)
     return dense_of(part, shape).transpose(1, 2)
+
+
+def is_transpose(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], result: Tensor) -> bool:
+    """Whether the result is the transpose of the first argument, a matrix."""
+    if function not in _TRANSPOSITIONS or result.dim() != 2:
+        return False
+    arguments = by_name(("input", "dim0", "dim1"), args, kwargs)
+    axes = [axis % 2 for axis in arguments.values() if isinstance(axis, int)]
+    return arguments["input"].dim() == 2 and axes in ([], [0, 1], [1, 0])
 
 
 def merged(parts: Sequence[Contribution], shape: torch.Size, *, keep_factors: bool = False) -> Contribution:
@@ -176,3 +190,13 @@ def rebuilt(leaves: list[Any], spec: TreeSpec | None) -> tuple[tuple[Any, ...], 
         return tuple(leaves), {}
     args, kwargs = tree_unflatten(leaves, spec)
     return args, kwargs
+
+
+def refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> None:
+    """Raise if a tensor that a rule reads has another version than in the forward pass."""
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise UnsupportedModelError(
+                f"An input of {describe(function)} was changed in place after the operation read it, so its "
+                "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
+            )

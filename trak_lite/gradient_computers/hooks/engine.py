@@ -18,28 +18,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from trak_lite.errors import UnsupportedModelError
-from trak_lite.gradient_computers.hooks.calls import Contribution, OperationCall, flattened, rebuilt
+from trak_lite.gradient_computers.hooks.calls import (
+    Contribution,
+    OperationCall,
+    flattened,
+    is_transpose,
+    rebuilt,
+    refuse_changes,
+)
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.owners import SampleCode
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis
 from trak_lite.gradient_computers.hooks.plan.interception import AbstractInterceptor, Function, undispatched
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, Site, describe
 from trak_lite.gradient_computers.hooks.plan.recorder import RECURRENT, differentiable, is_in_place, written
-from trak_lite.gradient_computers.hooks.registry import GradientRule
+from trak_lite.gradient_computers.hooks.registry import GradientRule, parts_of
 from trak_lite.gradient_computers.hooks.routing import RowTags, routed_contributions, summed_by_sample
 from trak_lite.gradient_computers.hooks.rules.generic import generic_rule
 from trak_lite.gradient_computers.hooks.rules.operations import MAY_DRAW, RULES, reads_nothing
 from trak_lite.gradient_computers.hooks.rules.recurrent import is_recurrence, num_sequences, run_recurrent
 from trak_lite.gradient_computers.parameters import Kept
 from trak_lite.gradient_computers.randomness import RandomState
-from trak_lite.gradient_computers.recording import by_name, tensors_of
+from trak_lite.gradient_computers.recording import tensors_of
 from trak_lite.gradient_computers.reference import leaves_of_graph, naming_graph_failures
 from trak_lite.models.sharded import class_of
-from trak_lite.types import FactoredBlock
-
-_TRANSPOSITIONS = frozenset(
-    {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
-)
 
 ITERATIVE = "Use gradient_computer='iterative', which continues the same store."
 """Remedy for operations that depend on values: ``vmap`` does not follow these either."""
@@ -112,9 +114,7 @@ class GradientPass(AbstractInterceptor):
         for tensor in differentiable(written(function, args, result)):
             if tensor.requires_grad and id(tensor) not in self.watched:
                 parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
-                self._ledger.share(
-                    tensor, parents, is_transpose=_is_transpose(function, args, kwargs, tensor)
-                )
+                self._ledger.share(tensor, parents, is_transpose=is_transpose(function, args, kwargs, tensor))
                 self.watched[id(tensor)] = tensor
         return result
 
@@ -307,9 +307,9 @@ class GradientPass(AbstractInterceptor):
         versions = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
 
         def form(grads: Sequence[Tensor | None], tags: RowTags | None) -> tuple[str, _Parts]:
-            _refuse_changes(module, versions)
+            refuse_changes(module, versions)
             grad = _only(grads)
-            by_name = _parts_of(module, parameters, rule(module, args, kwargs, grad))
+            by_name = parts_of(module, parameters, rule(module, args, kwargs, grad))
             parts = summed_by_sample(list(by_name.values()), grad, tags, self._code)
             deposited: _Parts = [(parameters[name], part) for name, part in zip(by_name, parts, strict=True)]
             return f"rule of {class_of(module).__name__}", deposited
@@ -352,7 +352,7 @@ class GradientPass(AbstractInterceptor):
         self, call: OperationCall, grads: Sequence[Tensor | None], tags: RowTags | None
     ) -> tuple[str, _Parts]:
         """Return the method, and the operation's contribution to each parameter that it read."""
-        _refuse_changes(call.function, call.versions)
+        refuse_changes(call.function, call.versions)
         if tags is not None:
             method, parts = routed_contributions(call, grads, tags, self._code)
             for target in call.targets.values():
@@ -443,38 +443,3 @@ def _only(grads: Sequence[Tensor | None]) -> Tensor:
     (grad,) = grads
     assert grad is not None
     return grad
-
-
-def _parts_of(
-    module: nn.Module, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor | tuple[Tensor, Tensor]]
-) -> dict[str, Tensor | FactoredBlock]:
-    """Return the rule's contributions to the module's kept parameters; raise if one is missing."""
-    missing = sorted(set(parameters) - set(parts))
-    if missing:
-        raise UnsupportedModelError(
-            f"The gradient rule of {type(module).__name__} returned no gradient for {missing}. Expected one for every "
-            "kept parameter."
-        )
-    return {
-        name: FactoredBlock("", *part) if isinstance(part, tuple) else part
-        for name, part in parts.items()
-        if name in parameters
-    }
-
-
-def _is_transpose(function: Function, args: Any, kwargs: Mapping[str, Any], result: Tensor) -> bool:
-    """Whether the result is the transpose of the first argument, a matrix."""
-    if function not in _TRANSPOSITIONS or result.dim() != 2:
-        return False
-    arguments = by_name(("input", "dim0", "dim1"), args, kwargs)
-    axes = [axis % 2 for axis in arguments.values() if isinstance(axis, int)]
-    return arguments["input"].dim() == 2 and axes in ([], [0, 1], [1, 0])
-
-
-def _refuse_changes(function: Any, versions: Sequence[tuple[Tensor, int]]) -> None:
-    for tensor, version in versions:
-        if tensor._version != version:
-            raise UnsupportedModelError(
-                f"An input of {describe(function)} was changed in place after the operation read it, so its "
-                "gradient cannot be formed. Make the later operation out of place (x = x + y, inplace=False)."
-            )

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
+from trak_lite.types import FactoredBlock
 
 GradientRule: TypeAlias = Callable[
     [Any, tuple[Any, ...], dict[str, Any], Tensor], Mapping[str, Tensor | tuple[Tensor, Tensor]]
@@ -76,3 +77,20 @@ def rule_for(module: nn.Module) -> GradientRule | None:
             module_class: type[nn.Module] = type(module)
             return rule if module_class.forward is getattr(cls, "forward", None) else None
     return None
+
+
+def parts_of(
+    module: nn.Module, parameters: Mapping[str, Tensor], parts: Mapping[str, Tensor | tuple[Tensor, Tensor]]
+) -> dict[str, Tensor | FactoredBlock]:
+    """Return the rule's contributions to the module's kept parameters; raise if one is missing."""
+    missing = sorted(set(parameters) - set(parts))
+    if missing:
+        raise UnsupportedModelError(
+            f"The gradient rule of {type(module).__name__} returned no gradient for {missing}. Expected one for every "
+            "kept parameter."
+        )
+    return {
+        name: FactoredBlock("", *part) if isinstance(part, tuple) else part
+        for name, part in parts.items()
+        if name in parameters
+    }
