@@ -214,8 +214,7 @@ def _slots_of(value: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _members_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
-    namespaces = (vars(base) for base in cls.__mro__ if "__slots__" in vars(base))
-    members = itertools.chain.from_iterable(held.values() for held in namespaces)
+    members = (one for base in cls.__mro__ if "__slots__" in vars(base) for one in vars(base).values())
     return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
 
 
@@ -250,8 +249,8 @@ class Outside:
         self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
         variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
         self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
-        self._note_names(function.__globals__, function.__globals__, _globals_in(function.__code__))
         scopes = [(function.__globals__, function.__globals__, _globals_in(function.__code__))]
+        self._note_names(*scopes[0])
         for one in held:
             if hasattr(one, "__dict__") and _is_of_users(one):
                 self._note_owner(one, used)
@@ -379,8 +378,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     if isinstance(value, types.FunctionType):
         if _package_of(value.__module__) == "torch":
             return id(value)
-        empty = types.CellType()
-        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         names = _names_in(value.__code__)
         if not _UNSEEN_READS.isdisjoint(names):
             raise _UnseenError
@@ -447,6 +445,5 @@ def _globals_in(code: types.CodeType) -> frozenset[str]:
 
 
 def _is_of_users(owner: Any) -> bool:
-    is_module = isinstance(owner, types.ModuleType)
-    package = _package_of(owner.__name__ if is_module else getattr(owner, "__module__", None))
-    return package not in _NOT_OF_USERS
+    name = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", None)
+    return _package_of(name) not in _NOT_OF_USERS

@@ -364,9 +364,8 @@ class HookGradientComputer(AbstractStreamingComputer):
                 f"f depends on {list(plan.escaped)[:5]} through operations that hooks cannot see: an "
                 "autograd.Function, a scripted module, a transform of torch.func or other code that does not use torch "
                 "operations reads them, or the output function reads them in some batches only. Register a gradient "
-                "rule for the module "
-                "(register_gradient_rule), use gradient_computer='functional' or 'iterative', or pass strict=False to "
-                "leave that part out."
+                "rule for the module (register_gradient_rule), use gradient_computer='functional' or 'iterative', or "
+                "pass strict=False to leave that part out."
             )
         unread = [name for name in kept if not plan.methods[name] and name not in plan.escaped]
         if self.strict and unread and not plan.routed:
@@ -382,9 +381,8 @@ class HookGradientComputer(AbstractStreamingComputer):
         in_python = plan.chooses_in_python  # a branch may depend on any sample of the batch
         positions: list[int] = []
         if self.self_check and self._sharded is None and not draws_masks(self._tree or ModelTree(self.model)):
-            often = (
-                plan.flattened or in_python or key != structure
-            )  # flags of this batch alone may choose operations
+            # Flags of this batch alone may choose operations.
+            often = plan.flattened or in_python or key != structure
             positions = self.checks.positions(key, size, kept, always=often, whole=in_python)
         samples = Samples(positions, kept, part.start)
         is_due, is_first = self.checks.is_due(key, size), self.checks.is_first(key, size)
