@@ -150,10 +150,13 @@ def counted(device, *, triton=True):
         patch.setattr(f"{projectors}.dense.matrices.usable_kernels", lambda *_: None)
         if triton:
             from trak_lite.projectors.sketch import triton as sketches
+            from trak_lite.projectors.sketch import triton_matrix as matrices
+            from trak_lite.projectors.sketch import triton_vector as vectors
 
-            for name in ("_ring_sums", "_tile_sums", "_matrix_sums"):
-                kernel = getattr(sketches, name)
-                patch.setattr(sketches, name, _Launcher(name, kernel, counting, device.type == "cuda"))
+            kernels = {"_ring_sums": vectors, "_tile_sums": vectors, "_matrix_sums": matrices}
+            for name, module in kernels.items():
+                kernel = getattr(module, name)
+                patch.setattr(module, name, _Launcher(name, kernel, counting, device.type == "cuda"))
             if device.type != "cuda":
                 patch.setattr(f"{projectors}.sketch.base.usable_kernels", lambda *_: sketches)
         with counting:

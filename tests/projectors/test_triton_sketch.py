@@ -29,11 +29,6 @@ interpreter, launches = triton_cases.interpreter, triton_cases.launches
 forget_choices, no_warning = triton_cases.forget_choices, triton_cases.no_warning
 
 
-@pytest.fixture
-def kernels(interpreter):
-    return interpreter.sketch
-
-
 def sketched(grads, proj_dim, shape=None, **settings):
     """Features of dense gradients ``(b, n)`` of a parameter, or of (inputs, output_grads)."""
     projector = CountSketchProjector(proj_dim, seed=3, factors="form", **settings)
@@ -61,7 +56,7 @@ def assert_same_bits(launches, *arguments, **settings):
 
 
 # ---- in the interpreter
-WIDE = {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2, "_MATRIX_COLUMNS": 256}
+WIDE = {"vectors": {"_TILE_COLUMNS": 8192, "_TILE_ROWS": 2}, "matrices": {"_MATRIX_COLUMNS": 256}}
 """Few programs with many columns each: the interpreter takes its time for every program."""
 SHAPES = [
     ((2, 64), 512),
@@ -104,13 +99,19 @@ BITS = {
 }  # fmt: skip
 
 
+def widen(modules, monkeypatch):
+    """Let programs compute the tiles of :data:`WIDE`."""
+    for module, settings in WIDE.items():
+        for name, value in settings.items():
+            monkeypatch.setattr(getattr(modules, module), name, value)
+
+
 @triton_cases.interpreted
 @pytest.mark.parametrize("name", BITS)
-def test_features_have_the_bits_of_torch(name, kernels, launches, monkeypatch):
+def test_features_have_the_bits_of_torch(name, interpreter, launches, monkeypatch):
     grads, proj_dim, shape = BITS[name]
     if name.startswith("tiles"):
-        for setting, value in WIDE.items():
-            monkeypatch.setattr(kernels, setting, value)
+        widen(interpreter, monkeypatch)
     assert_same_bits(launches, grads, proj_dim, shape)
     if not isinstance(grads, tuple):
         assert sketched(grads[:0], proj_dim, shape).shape == (0, proj_dim)
@@ -118,23 +119,23 @@ def test_features_have_the_bits_of_torch(name, kernels, launches, monkeypatch):
 
 @triton_cases.interpreted
 @pytest.mark.parametrize("segments", [1, 2, 100])
-def test_segments_of_tiles_are_added_after_each_other(launches, kernels, monkeypatch, segments):
+def test_segments_of_tiles_are_added_after_each_other(launches, interpreter, monkeypatch, segments):
     """Short segments, a few in a launch; the last has fewer tiles, the last tile fewer entries."""
-    for name, value in WIDE.items():
-        monkeypatch.setattr(kernels, name, value)
+    widen(interpreter, monkeypatch)
     monkeypatch.setattr("trak_lite.projectors.sketch.vector._SEGMENT", 3)
-    monkeypatch.setattr(kernels, "scratch_bytes", lambda device: segments * 2 * 32_000 * 4)
+    monkeypatch.setattr(interpreter.vectors, "scratch_bytes", lambda device: segments * 2 * 32_000 * 4)
     assert_same_bits(launches, random(2, 10 * 32_000 + 100), 1000)
 
 
 @triton_cases.interpreted
 @pytest.mark.parametrize("first", [2**37 - 64, 2**37, 2**38 + 64])
-def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(kernels, first):
+def test_words_of_signs_beyond_two_to_the_32_take_the_high_word_into_the_key(interpreter, first):
     """Entry 2**37 has the sign word 2**32; all entries are one number in memory, which the strides allow."""
     width, key = 64, 12345
     rows = torch.ones(1, 1).expand(1, first + 2 * width)
     sums = torch.empty(2, 1, width)
-    kernels.ring_sums(sums, rows, torch.zeros(2, dtype=torch.int32), key, first=first // width, segment=1)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    interpreter.vectors.ring_sums(sums, rows, offsets, key, first=first // width, segment=1)
     assert torch.equal(sums.flatten(), triton_cases.signs_from(key, first, 2 * width))
 
 
@@ -163,12 +164,11 @@ def test_a_row_that_is_not_finite_spoils_no_other(interpreter, value):
 
 @triton_cases.interpreted
 @pytest.mark.parametrize(("bands", "most_parts"), [(1, 2), (2, 4), (7, 65535), (100, 2), (100, 65535)])
-def test_whole_rows_of_blocks_are_added_apart(launches, kernels, monkeypatch, bands, most_parts):
+def test_whole_rows_of_blocks_are_added_apart(launches, interpreter, monkeypatch, bands, most_parts):
     """Pieces of one sample and one row of blocks, of several samples, of all; each block has sums of its own."""
-    for name, value in WIDE.items():
-        monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr(kernels, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
-    monkeypatch.setattr(kernels, "_MOST_BLOCKS", most_parts)
+    widen(interpreter, monkeypatch)
+    monkeypatch.setattr(interpreter.matrices, "scratch_bytes", lambda device: bands * 64 * 70 * 8)
+    monkeypatch.setattr(interpreter.matrices, "_MOST_BLOCKS", most_parts)
     inputs, output_grads = (random(3, 2, size, seed=size).double() for size in (70, 150))
     whole = (output_grads.mT @ inputs).flatten(1)
     made = sketched((inputs, output_grads), 64, (150, 70))
@@ -232,9 +232,9 @@ def assert_made_by_torch(made, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "launcher", "value", "reason"),
     [
-        ("sketch", "ring_sums", fails(COMPILER), "they do not run on this device (RuntimeError: Failed to find C"),
-        ("sketch", "ring_sums", fails(KeyError("maxnreg")), "they do not run on this device (KeyError: "),
-        ("sketch", "ring_sums", lambda sums, *_, **__: sums.zero_(), "they give other features on this device than"),
+        ("vectors", "ring_sums", fails(COMPILER), "they do not run on this device (RuntimeError: Failed to find C"),
+        ("vectors", "ring_sums", fails(KeyError("maxnreg")), "they do not run on this device (KeyError: "),
+        ("vectors", "ring_sums", lambda sums, *_, **__: sums.zero_(), "they give other features on this device than"),
         ("sketch", "MatrixKernel", Zeros, "they give other features on this device than the torch operations"),
         ("dense", "_launch", fails(COMPILER), "they do not run on this device (RuntimeError: Failed to find C"),
         ("dense", "_launch", lambda *_: None, "they give other features on this device than the torch operations"),
@@ -243,9 +243,9 @@ def assert_made_by_torch(made, monkeypatch):
 def test_kernels_that_fail_are_replaced_by_torch_with_one_logged_line(
     interpreter, monkeypatch, caplog, kind, launcher, value, reason
 ):
-    kernels = getattr(interpreter, kind)
-    assert kernels.are_right(CPU)
-    monkeypatch.setattr(kernels, launcher, value)
+    assert interpreter.sketch.are_right(CPU)
+    assert interpreter.dense.are_right(CPU)
+    monkeypatch.setattr(getattr(interpreter, kind), launcher, value)
     with caplog.at_level(logging.WARNING, "trak_lite"):
         made = [features_of_both() for _ in range(2)]
     assert len(caplog.records) == 1
@@ -538,7 +538,7 @@ def test_factors_on_a_gpu_agree_with_the_cpu_up_to_the_rounding_of_products(
     With the smaller budget a band of rows does not fit, and the factors are transformed.
     """
     matrix = "trak_lite.projectors.sketch.matrix"
-    monkeypatch.setattr(triton_cases.kernels_of().sketch, "scratch_bytes", lambda device: budget)
+    monkeypatch.setattr(triton_cases.kernels_of().matrices, "scratch_bytes", lambda device: budget)
     monkeypatch.setattr(f"{matrix}.scratch_bytes", lambda device: budget)
     monkeypatch.setattr(f"{matrix}.fourier_takes_less_time", lambda *_, **__: False)
     block = factors((700, 600), 5, positions, dtype)

@@ -45,8 +45,10 @@ def kernels_of():
     """The modules of kernels, which need triton when they are imported."""
     from trak_lite.projectors.dense import triton as dense
     from trak_lite.projectors.sketch import triton as sketch
+    from trak_lite.projectors.sketch import triton_matrix as matrices
+    from trak_lite.projectors.sketch import triton_vector as vectors
 
-    return SimpleNamespace(dense=dense, sketch=sketch)
+    return SimpleNamespace(dense=dense, sketch=sketch, vectors=vectors, matrices=matrices)
 
 
 def use_on(patch, *devices):

@@ -26,6 +26,13 @@ def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Non
     return triton.jit(do_not_specialize=list(do_not_specialize))  # type: ignore[no-any-return]
 
 
+def kernel(function: Callable[..., None]) -> Any:
+    """Compile one variant for all numbers; only the stride of entries selects another one, for entries in a row."""
+    names = [name for name, kind in function.__annotations__.items() if kind == "tl.tensor"]
+    numbers = [name for name in names if not name.endswith("_ptr") and name != "entry_stride"]
+    return jit(do_not_specialize=numbers)(function)
+
+
 @jit()
 def mix32(word: tl.tensor) -> tl.tensor:
     """Scramble uint32 words: ``_hash.mix32`` in a kernel."""

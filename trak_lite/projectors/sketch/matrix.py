@@ -43,7 +43,7 @@ from trak_lite.projectors.sketch.blocks import BlockHashes, fourier_takes_less_t
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
-    from trak_lite.projectors.sketch.triton import MatrixKernel
+    from trak_lite.projectors.sketch.triton_matrix import MatrixKernel
 
 FactorMethod: TypeAlias = Literal["auto", "form", "fourier"]
 """Method for gradients given as factors: form a few rows at a time, or use Fourier transforms."""

@@ -25,7 +25,7 @@ from trak_lite.projectors.sketch.base import Keys, form_tables, triton_kernels
 from trak_lite.types import FactoredBlock, LookupBlock
 
 if TYPE_CHECKING:
-    from trak_lite.projectors.sketch.triton import VectorKernel
+    from trak_lite.projectors.sketch.triton_vector import VectorKernel
 
 _WIDE = 32768
 _SMALL = 256  # features for which an operation on a CPU takes longer to start than to run
