@@ -14,7 +14,7 @@ import pytest
 from store_cases import MANIFEST, NAME, SPEC, check_rows, make, open_remote, put_pending, raises, values
 
 from trak_lite.cli import main
-from trak_lite.core import files
+from trak_lite.core import mapped
 from trak_lite.errors import InvalidInputError, StoreError, UnsupportedStoreError
 from trak_lite.store import RemotePlace, ZarrFeatureStore, create_store, open_store
 
@@ -127,8 +127,8 @@ nonsense
 
 
 def test_network_file_systems_are_told_by_the_mount_table():
-    assert files.network_devices(TABLE) == {os.makedev(0, minor) for minor in (52, 53, 54, 56)}
-    assert files.network_devices("") == frozenset()
+    assert mapped.network_devices(TABLE) == {os.makedev(0, minor) for minor in (52, 53, 54, 56)}
+    assert mapped.network_devices("") == frozenset()
 
 
 @pytest.fixture
@@ -139,11 +139,11 @@ def mount_table(tmp_path, monkeypatch):
         device, table = os.stat(tmp_path).st_dev, tmp_path / "mountinfo"
         if kind is not None:
             table.write_text(f"22 1 {os.major(device)}:{os.minor(device)} / / rw - {kind} thing rw\n")
-        monkeypatch.setattr(files, "_MOUNTS", str(table))
-        files.is_network.cache_clear()
+        monkeypatch.setattr(mapped, "_MOUNTS", str(table))
+        mapped.is_network.cache_clear()
 
     yield say
-    files.is_network.cache_clear()
+    mapped.is_network.cache_clear()
 
 
 MAPPED = [("ext4", "auto"), (None, "auto"), ("nfs4", "always")]

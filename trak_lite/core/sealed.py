@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.checksums import crc32c
-from trak_lite.core.files import file_size, map_file, named_errors, opened_file, with_real_folder, write_all
+from trak_lite.core.files import file_size, named_errors, opened_file, with_real_folder, write_all
+from trak_lite.core.mapped import map_file
 from trak_lite.errors import CorruptStoreError
 
 SEAL: Final = "crc32c"

@@ -31,10 +31,8 @@ from trak_lite.core.failpoints import failpoint
 from trak_lite.core.files import (
     Descriptors,
     file_size,
-    is_network,
     list_folder,
     make_folder,
-    map_file,
     named_errors,
     remove_file,
     rename,
@@ -45,6 +43,7 @@ from trak_lite.core.files import (
     write_all,
 )
 from trak_lite.core.folders import names_in
+from trak_lite.core.mapped import is_network, map_file
 from trak_lite.errors import CorruptStoreError, IncompleteStoreError, MissingStoreError, StateError
 from trak_lite.store._columns import StoredArray, TableSpec
 from trak_lite.store._values import short_list

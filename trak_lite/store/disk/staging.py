@@ -37,7 +37,6 @@ from trak_lite.core.failpoints import failpoint
 from trak_lite.core.files import (
     Descriptors,
     is_named,
-    is_network,
     open_file,
     refuse_other_names,
     remove_file,
@@ -46,6 +45,7 @@ from trak_lite.core.files import (
     write_all,
 )
 from trak_lite.core.folders import names_in
+from trak_lite.core.mapped import is_network
 from trak_lite.errors import BusyError, CorruptStoreError, HeldHereError
 from trak_lite.store._grid import Run
 from trak_lite.store.disk.chunk_files import TableFiles
