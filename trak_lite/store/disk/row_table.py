@@ -32,7 +32,8 @@ from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import Run
 from trak_lite.store._table import AbstractRowTable, opened_for_reading
 from trak_lite.store._values import RowBlock, check_block
-from trak_lite.store.disk.chunk_files import PublishedChunks, TableFiles
+from trak_lite.store.disk.chunk_files import TableFiles
+from trak_lite.store.disk.chunks import PublishedChunks
 from trak_lite.store.disk.records import CommitRecord
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
 

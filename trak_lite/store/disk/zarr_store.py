@@ -46,7 +46,8 @@ from trak_lite.store._grid import grown_spec, plain_json, plain_manifest
 from trak_lite.store._names import path_parts
 from trak_lite.store._table import AbstractRowTable
 from trak_lite.store.disk.check import check_folder, lost_metadata, missing_store
-from trak_lite.store.disk.chunk_files import COMMITS, STAGE, FolderChunks, TableFiles
+from trak_lite.store.disk.chunk_files import COMMITS, STAGE, TableFiles
+from trak_lite.store.disk.chunks import FolderChunks
 from trak_lite.store.disk.documents import (
     CHECKSUM,
     GROWS_TO,

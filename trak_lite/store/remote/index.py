@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from trak_lite.core.checksums import crc32c
 from trak_lite.core.failpoints import failpoint
 from trak_lite.errors import BusyError, CorruptStoreError, IncompleteStoreError
-from trak_lite.store.disk.chunk_files import ColumnFiles, Contents, PublishedChunks, TableFiles
+from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
+from trak_lite.store.disk.chunks import Contents, PublishedChunks
 from trak_lite.store.disk.records import CommitRecord, holder_line
 from trak_lite.store.remote.objects import AbstractObjects
 
