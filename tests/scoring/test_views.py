@@ -130,6 +130,20 @@ def test_targets_of_a_name_are_the_same_at_every_checkpoint(monkeypatch, view):
         made.scores("old", method=view["method"], dense=False)
 
 
+@pytest.mark.parametrize(("first", "second", "dense"), [
+    ("GradDot", EKFAC(), True),
+    (EKFAC(), "GradDot", False),
+    (EKFAC(damping=0.5), EKFAC(), True),
+], ids=["plain, fit", "fit, plain", "two fits"])  # fmt: skip
+def test_a_name_has_the_same_targets_for_all_methods(tmp_path, first, second, dense):
+    made = featurized(tmp_path / "a.zarr")
+    made.score(TARGETS, "a", method=first, dense=dense)
+    expected = made.score(TARGETS, "b", method=second).numpy()
+    with pytest.raises(ManifestMismatchError, match=r"/a/.*another name"):
+        made.score(labelled(M, 5), "a", method=second)
+    np.testing.assert_array_equal(made.score(TARGETS, "a", method=second).numpy(), expected)
+
+
 @pytest.mark.parametrize("default", ["GaussNewton", "Fisher"])
 @pytest.mark.parametrize("method", [Fisher(samples_per_feature=6), EKFAC()], ids=lambda method: method.name)
 def test_score_fits_what_its_method_needs_once_and_reopened_stores_give_the_same_bits(

@@ -19,7 +19,9 @@ from trak_lite.run.tables import (
     model_id_of,
     table_path,
     target_folder,
+    target_paths,
     target_table_path,
+    without_fit,
 )
 from trak_lite.store import AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
@@ -58,13 +60,21 @@ class TargetSet:
         return len(self.rows) if self.method.inverse is None else 0
 
     def refuse_others(self) -> None:
-        """Raise :class:`ManifestMismatchError` if the method would read features of other targets at a checkpoint."""
+        """Raise :class:`ManifestMismatchError` if features of other targets, for any method, are stored under the name.
+
+        Those that the method would read are of the same curvature fit, too. Of another method, one table is compared.
+        """
         remedy = f"Score under another name, or call drop_scores({self.name!r}, features=True) first."
-        for path in self.session.store.table_names(target_folder(self.name, self.method)):
+        own = f"{target_folder(self.name, self.method)}/"
+        paths = target_paths(self.session.store, self.name)
+        chosen = {path if path.startswith(own) else path.rpartition("/")[0]: path for path in paths}
+        for path in chosen.values():
             table = self.session.workspace.table(path)
             if table is not None:  # another process may have dropped it meanwhile
-                stored = {"targets": table.spec.fingerprint["targets"]}
-                compare_fingerprints(stored, {"targets": self.identity}, where=path, remedy=remedy)
+                stored, asked = table.spec.fingerprint.get("targets"), self.identity
+                if not path.startswith(own):
+                    stored, asked = without_fit(stored), without_fit(asked)
+                compare_fingerprints({"targets": stored}, {"targets": asked}, where=path, remedy=remedy)
 
     def add(self, checkpoint: Checkpoint, known: TrainTables) -> str:
         """Load a checkpoint and compute its missing features; return the digest of its weights."""

@@ -42,7 +42,7 @@ from trak_lite.retraining.subsets import Retrained, retrain_into, retrain_run
 from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.settings import Task
 from trak_lite.run.stored_settings import row_kind
-from trak_lite.run.tables import retrain_path, score_path
+from trak_lite.run.tables import retrain_path, score_path, without_fit
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
@@ -187,8 +187,7 @@ def measured(
         with run.workspace.opened(run.settings.manifest(None)) as workspace:
             store = workspace.store()
             path = score_path(store, scores.name, scores.method, run.settings.method)
-            scored = dict(store.open_table(path).spec.fingerprint["targets"])
-            scored.pop("curvature", None)  # belongs to the scores, not to the data
+            scored = without_fit(store.open_table(path).spec.fingerprint["targets"])
             remedy = "Pass the targets that were scored under this name."
             compare_fingerprints({"targets": scored}, identity, where=path, remedy=remedy)
 

@@ -132,6 +132,13 @@ def target_paths(store: AbstractFeatureStore, *names: str) -> list[str]:
     return [path for folder in folders for path in store.table_names(folder)]
 
 
+def without_fit(targets: Any) -> Any:
+    """Return the identity of targets without that of a curvature fit, which belongs to the method of the scores."""
+    if not isinstance(targets, Mapping):  # in a store of somebody else
+        return targets
+    return {key: value for key, value in targets.items() if key != "curvature"}
+
+
 def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
     """Return the path of the features of a target set that a method reads, for the checkpoint of a train table."""
     return f"{target_folder(name, method)}/{table_path(train)}"
