@@ -270,6 +270,21 @@ def test_a_dropped_checkpoint_takes_part_in_no_later_score(tmp_path, in_memory):
     assert made.score(TARGETS, "again").shape == (N, 5)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_name_with_scores_keeps_its_targets_after_its_checkpoints_were_dropped(tmp_path, in_memory):
+    made = attributor(None if in_memory else tmp_path / "a.zarr")
+    made.featurize(rows(N), states())
+    before = made.score(TARGETS, "a").standard_error()
+    for name in ("ckpt-0", "ckpt-1"):
+        made.drop_checkpoint(name)
+    made.featurize(rows(N), states())
+    for options in ({}, {"checkpoints": states()}):
+        with pytest.raises(errors.ManifestMismatchError, match=r"scores/a was .*another name"):
+            made.score(rows(5), "a", method="GradDot", **options)
+    made.score(TARGETS, "a", method="GradDot")
+    np.testing.assert_array_equal(made.scores("a").standard_error(), before)
+
+
 def test_finished_scores_are_read_after_drop_checkpoint_was_killed_between_targets_and_train_rows(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     made.featurize(rows(N), states())

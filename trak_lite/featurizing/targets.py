@@ -17,6 +17,7 @@ from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import (
     complete_tables,
     model_id_of,
+    score_paths,
     table_path,
     target_folder,
     target_paths,
@@ -60,15 +61,17 @@ class TargetSet:
         return len(self.rows) if self.method.inverse is None else 0
 
     def refuse_others(self) -> None:
-        """Raise :class:`ManifestMismatchError` if features of other targets, for any method, are stored under the name.
+        """Raise :class:`ManifestMismatchError` if features or scores of other targets are stored under the name.
 
-        Those that the method would read are of the same curvature fit, too. Of another method, one table is compared.
+        Features that the method would read are of the same curvature fit, too. Of those of another method, one table is
+        compared. Scores outlast the features of checkpoints that were dropped.
         """
         remedy = f"Score under another name, or call drop_scores({self.name!r}, features=True) first."
         own = f"{target_folder(self.name, self.method)}/"
-        paths = target_paths(self.session.store, self.name)
-        chosen = {path if path.startswith(own) else path.rpartition("/")[0]: path for path in paths}
-        for path in chosen.values():
+        store = self.session.store
+        features = target_paths(store, self.name)
+        chosen = {path if path.startswith(own) else path.rpartition("/")[0]: path for path in features}
+        for path in (*chosen.values(), *score_paths(store, self.name)):
             table = self.session.workspace.table(path)
             if table is not None:  # another process may have dropped it meanwhile
                 stored, asked = table.spec.fingerprint.get("targets"), self.identity
