@@ -140,7 +140,10 @@ def source_of(folder: str, name: str) -> ScoreSource:
     store = ZarrFeatureStore.open(f"{folder}/run.zarr", "r+")
     settings = StoredSettings.of(store.manifest, device=CPU, where=folder)
     train, method = [store.open_table("ckpt-0")], GaussNewton()
-    return ScoreSource(store, train, name, method, layout=settings.layout, device=CPU)
+    targets = store.open_table(target_path(name, 0)).spec.fingerprint.get("targets", {})
+    return ScoreSource(
+        store, train, name, method, layout=settings.layout, target_identity=targets, device=CPU
+    )
 
 
 def identity(source: ScoreSource) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def features_table(store: AbstractFeatureStore, path: str, num_rows: int, seed: 
 
 def source_of(store: AbstractFeatureStore) -> ScoreSource:
     train = [store.open_table("ckpt-0")]
-    return ScoreSource(store, train, "random", GradDot(), layout=FeatureLayout.joint(WIDTH), device=CPU)
+    layout = FeatureLayout.joint(WIDTH)
+    return ScoreSource(store, train, "random", GradDot(), layout=layout, target_identity={}, device=CPU)
 
 
 def build(folder: str, num_rows: int) -> None:

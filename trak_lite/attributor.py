@@ -767,7 +767,8 @@ class Attributor:
     def drop_scores(self, name: str = "targets", *, features: bool = False) -> None:
         """Permanently remove the scores of a target set, of all methods.
 
-        In a distributed run rank 0 removes them, after all ranks have made the call.
+        Scores that are held compute nothing from features of other targets that take the name later: that is a
+        StateError. In a distributed run rank 0 removes them, after all ranks have made the call.
 
         Args:
             name: Name of the target set.

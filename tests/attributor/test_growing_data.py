@@ -285,6 +285,37 @@ def test_a_name_with_scores_keeps_its_targets_after_its_checkpoints_were_dropped
     np.testing.assert_array_equal(made.scores("a").standard_error(), before)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("of", ["targets", "weights"])
+def test_held_scores_read_no_features_that_took_the_place_of_theirs(tmp_path, in_memory, of):
+    made = attributor(None if in_memory else tmp_path / "a.zarr")
+    first, second = states()
+    made.featurize(rows(N), states())
+    made.score(TARGETS, "a")
+
+    def calls():
+        dense, lazy = made.scores("a"), made.scores("a", dense=False)
+        return lazy.numpy, lambda: dense.damping_path([0.1]).numpy(), dense.standard_error
+
+    before, held = [call() for call in calls()], calls()
+    if of == "targets":
+        made.drop_scores("a", features=True)
+        made.score(rows(5), "a")
+    else:
+        made.drop_checkpoint("ckpt-1")
+        other = {name: value + 0.5 for name, value in second.items()}
+        made.featurize(rows(N), other)
+        made.score(TARGETS, "a", method="GradDot", checkpoints=[first, other])
+    for call in held:
+        with pytest.raises(errors.StateError, match=r"'a' at ckpt-|was dropped .* and created again"):
+            call()
+    if of == "targets" and in_memory:  # the same ones again
+        made.drop_scores("a", features=True)
+        made.score(TARGETS, "a")
+        for call, expected in zip(held, before, strict=True):
+            np.testing.assert_array_equal(call(), expected)
+
+
 def test_finished_scores_are_read_after_drop_checkpoint_was_killed_between_targets_and_train_rows(tmp_path):
     made = attributor(tmp_path / "a.zarr")
     made.featurize(rows(N), states())

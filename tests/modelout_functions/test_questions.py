@@ -164,8 +164,12 @@ def test_scores_of_different_tasks_do_not_mix(tmp_path):
 @pytest.mark.parametrize("targets", [{"task": "dpo"}, {"task": {"name": ["dpo"]}}, {"task": 3}, ["task"]])
 def test_a_task_that_a_store_of_somebody_else_names_is_only_shown(targets, monkeypatch):
     attributor = featurized()
-    attributor.score(TARGETS)
-    monkeypatch.setattr("trak_lite.scoring.source.ScoreSource.target_identity", targets)
+    kind = type(attributor.score(TARGETS).source)
+
+    def source(*args, **kwargs):
+        return kind(*args, **{**kwargs, "target_identity": targets})
+
+    monkeypatch.setattr("trak_lite.scoring.stored.ScoreSource", source)
     shown = attributor.scores(dense=False).settings
     assert shown.get("task") == ("custom" if isinstance(targets, dict) else None)
 

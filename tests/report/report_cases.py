@@ -54,7 +54,7 @@ def drawn_scores(
     for c in numbers:
         _table(store, f"targets/{name}/ckpt-{c}", c, draw(size=(num_targets, 6)))
     layout, device = FeatureLayout.joint(6), torch.device("cpu")
-    source = ScoreSource(store, train, name, method, layout=layout, device=device)
+    source = ScoreSource(store, train, name, method, layout=layout, target_identity={}, device=device)
     entries = SimpleNamespace(verdict={Verdict: verdict}.get, predictions=lambda: predictions)
     settings = shown_settings(method, checkpoints=num_checkpoints)
     made_with = name, method, source.manifest, settings

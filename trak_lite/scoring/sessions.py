@@ -49,10 +49,11 @@ def scoring_session(
         source = ScoreSource(
             *(session.store, list(train.values()), name, method),
             layout=run.settings.layout,
+            target_identity=target_set.identity,
             device=run.settings.device,
             ranks=ranks,
         )
-        yield target_set, train, ScoreResult(source, run.settings.method, target_set.identity, len(targets))
+        yield target_set, train, ScoreResult(source, run.settings.method, len(targets))
 
 
 def matrix_scores(

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, wide_dtype
+from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
-from trak_lite.errors import InvalidInputError, NonFiniteError
+from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.linalg.eigen import eigenpath_segments, precondition_path
 from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
@@ -49,6 +50,8 @@ class ScoreSource:
     _: KW_ONLY
     layout: FeatureLayout
     """Segments of a feature row: given as stored, kept as the method uses them."""
+    target_identity: Mapping[str, Any]
+    """JSON values that identify the targets, and their task if it is not that of the train rows."""
     device: torch.device
     ranks: Ranks = field(default_factory=Ranks)
     """All of them call :meth:`terms` at the same time and compute the kernels together."""
@@ -108,15 +111,18 @@ class ScoreSource:
         """M."""
         return self.targets_of(self.train[0]).spec.num_rows
 
-    @property
-    def target_identity(self) -> Mapping[str, Any]:
-        """JSON values that identify the targets, and their task if it is not that of the train rows."""
-        identity: Mapping[str, Any] = self.targets_of(self.train[0]).spec.fingerprint.get("targets", {})
-        return identity
-
     def targets_of(self, table: AbstractRowTable) -> AbstractRowTable:
-        """Return the stored targets of the checkpoint of a train table, as the method reads them."""
-        return self.store.open_table(tables.target_table_path(self.name, self.method, table))
+        """Return the stored targets of the checkpoint of a train table, as the method reads them.
+
+        Raises :class:`StateError` if they are of other targets, or of other weights with the same path.
+        """
+        targets = self.store.open_table(tables.target_table_path(self.name, self.method, table))
+        if not _are_of(targets, table, self.target_identity):
+            raise StateError(
+                f"The features of the targets {self.name!r} at {tables.table_path(table)} are no longer those of these "
+                "scores: they were dropped, and are now of other targets or weights. Score again, under another name."
+            )
+        return targets
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""
@@ -237,12 +243,21 @@ class ScoreSource:
     def plain_targets(self) -> list[Tensor] | None:
         """Return the target features of every checkpoint, ``(M, K)`` float64.
 
-        ``None`` if a checkpoint has none that are not multiplied by an inverse curvature: EKFAC scores do not need any.
+        ``None`` if a checkpoint has none of them that are not multiplied by an inverse curvature: EKFAC scores do not
+        need any.
         """
         paths = [tables.target_path(self.name, tables.model_id_of(table)) for table in self.train]
         if not set(paths) <= set(self.store.table_names(tables.plain_target_folder(self.name))):
             return None
-        rows = (torch.from_numpy(self.store.open_table(path).read(tables.FEATURES)) for path in paths)
+        plain, identity = (
+            [self.store.open_table(path) for path in paths],
+            tables.without_fit(self.target_identity),
+        )
+        if not all(
+            _are_of(targets, table, identity) for targets, table in zip(plain, self.train, strict=True)
+        ):
+            return None
+        rows = (torch.from_numpy(targets.read(tables.FEATURES)) for targets in plain)
         return [features.to(self.device, torch.float64) for features in rows]
 
     def at_damping(self, table: AbstractRowTable, damping: float | None) -> Tensor:
@@ -351,6 +366,13 @@ class ScoreSource:
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(self.targets_of(table).read(tables.FEATURES)[targets]).to(self.device)
+
+
+def _are_of(targets: AbstractRowTable, train: AbstractRowTable, identity: Mapping[str, Any]) -> bool:
+    """Return whether stored targets have this identity and the weights of a train table."""
+    there, weights = targets.spec.fingerprint, train.spec.fingerprint.get("weights")
+    described = {"weights": there.get("weights"), "targets": there.get("targets", {})}
+    return digest_of(described) == digest_of({"weights": weights, "targets": identity})
 
 
 def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:

@@ -65,11 +65,16 @@ def stored_scores(
         train = list(tables.complete_tables(store, digests, train_tables).values())
         if table is not None:
             _refuse_outgrown(name, table.spec, train[0].spec)
-    source = ScoreSource(store, train, name, method, layout=settings.layout, device=settings.device)
+    described = table
+    if described is None:
+        described = store.open_table(tables.target_table_path(name, method, train[0]))
+    targets = described.spec.fingerprint.get("targets", {})
+    source = ScoreSource(
+        store, train, name, method, layout=settings.layout, target_identity=targets, device=settings.device
+    )
     if table is None:
         _refuse_outgrown_targets(source)
         _require_same_targets(source)
-    targets = source.target_identity if table is None else table.spec.fingerprint.get("targets", {})
     asked = {} if run is None else run.asked_task()
     if asked:
         compare_fingerprints(
@@ -85,10 +90,14 @@ def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource
     """Return the source of stored scores in an open store, with products in float64."""
     settings = scores.run.settings
     path = tables.score_path(store, scores.name, scores.method, settings.method)
-    digests = list(store.open_table(path).spec.fingerprint["checkpoints"])
-    train = list(tables.complete_tables(store, digests).values())
-    device = float64_device(settings.device)
-    return ScoreSource(store, train, scores.name, scores.method, layout=settings.layout, device=device)
+    described = store.open_table(path).spec.fingerprint
+    train = list(tables.complete_tables(store, list(described["checkpoints"])).values())
+    return ScoreSource(
+        *(store, train, scores.name, scores.method),
+        layout=settings.layout,
+        target_identity=described.get("targets", {}),
+        device=float64_device(settings.device),
+    )
 
 
 def _scores(
@@ -108,11 +117,10 @@ def _scores(
         # The targets' features may be gone: scores outlast them, and a killed drop_checkpoint removes them first.
         path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
-        table, shown = entries.table(), source.store.attributes(path)
-        matrix, targets = StoredMatrix(table), table.spec.fingerprint.get("targets", {})
+        matrix, shown = StoredMatrix(entries.table()), source.store.attributes(path)
     else:
         path, entries = tables.target_folder(source.name, source.method), None
-        matrix, targets = StreamedMatrix(source, ends), source.target_identity
+        matrix = StreamedMatrix(source, ends)
     return Scores(
         matrix,
         source.name,
@@ -121,7 +129,7 @@ def _scores(
         shown_settings(
             source.method,
             **(shown or {}),
-            **_shown_task(targets),
+            **_shown_task(source.target_identity),
             checkpoints=len(source.train),
             proj_dim=made.get("proj_dim") if isinstance(made, Mapping) else None,
             features=row_widths(settings.layout),
@@ -224,8 +232,9 @@ def _require_same_targets(source: ScoreSource) -> None:
     """Raise if the targets are not the same at every checkpoint, which an older version stored."""
     first, *others = source.train
     for table in others:
+        path = tables.target_table_path(source.name, source.method, table)
         compare_fingerprints(
-            {"targets": source.targets_of(table).spec.fingerprint.get("targets", {})},
+            {"targets": source.store.open_table(path).spec.fingerprint.get("targets", {})},
             {"targets": source.target_identity},
             where=f"{source.name!r} at {tables.table_path(table)}",
             remedy=f"Here is {tables.table_path(first)}. Call drop_scores({source.name!r}, features=True), and score "
@@ -254,14 +263,12 @@ def _digests_of_targets(
 class ScoreResult:
     """The scores of one target set and one method in an open store, finished or not."""
 
-    def __init__(
-        self, source: ScoreSource, base: AbstractMethod, identity: Mapping[str, Any], num_targets: int
-    ) -> None:
+    def __init__(self, source: ScoreSource, base: AbstractMethod, num_targets: int) -> None:
         self.source = source
         self._path = tables.score_path(source.store, source.name, source.method, base)
         fingerprint = {
             "checkpoints": source.digests,
-            "targets": dict(identity),
+            "targets": dict(source.target_identity),
             "train_rows": [table.content_key() for table in source.train],
             "method": source.method.to_json(),
         }
