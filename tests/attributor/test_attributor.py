@@ -678,6 +678,26 @@ def test_weights_are_found_again_where_they_can_be_and_asked_for_otherwise(tmp_p
     assert made.score(TARGETS, checkpoints=[first, second]).shape == (N, M)
 
 
+@pytest.mark.parametrize("given", ["list", "paths", "loader"])
+def test_a_checkpoint_file_that_is_gone_is_missed_only_where_its_weights_are_needed(tmp_path, given):
+    gone, _ = files = [tmp_path / f"{number}.pt" for number in range(2)]
+    for file, state in zip(files, states(), strict=True):
+        torch.save(state, file)
+    made = attributor(tmp_path / "a.zarr")
+    options = {"checkpoint_loader": torch.load} if given == "loader" else {}
+    for checkpoints in files if given == "paths" else [files]:
+        made.featurize(TRAIN, checkpoints, **options)
+    expected = made.score(TARGETS, "test").numpy()
+    gone.unlink()
+    np.testing.assert_array_equal(made.score(TARGETS, "test").numpy(), expected)
+    named = made.score(TARGETS, "named", checkpoints=states()).numpy()
+    np.testing.assert_allclose(named, expected, rtol=1e-5, atol=1e-6)
+    made.score(TARGETS, "one", checkpoints=states()[:1])
+    assert made.score(TARGETS, "one", method="GradDot").settings["checkpoints"] == 2  # finds the other file
+    with pytest.raises(StateError, match=rf"weights of ckpt-0 .*needed to score.*cannot be read: .*{gone}"):
+        made.score(TARGETS, "two")
+
+
 def test_a_read_only_folder_gives_what_is_there_and_refuses_the_rest_by_name(stored, expected, monkeypatch):
     before = contents(stored)
     monkeypatch.setattr(

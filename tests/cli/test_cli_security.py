@@ -27,7 +27,7 @@ from cli_cases import RECIPE, done, functions, opened, put_records, records, ref
 from store_cases import edit
 
 from trak_lite import Attributor, cli
-from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, TrakLiteError
+from trak_lite.errors import ManifestMismatchError, StateError, TrakLiteError
 from trak_lite.store import open_store
 
 
@@ -317,7 +317,7 @@ def test_a_noted_source_that_is_no_checkpoint_is_not_opened(copied):
             attributor.score(recipe["target_data"](), name="new")
         assert str(source) not in seen, source
     pickles_as_checkpoints(copied)
-    with pytest.raises(CheckpointError, match="Cannot read the checkpoint"):
+    with pytest.raises(StateError, match="Cannot read the checkpoint"):
         opened(copied).score(recipe["target_data"](), name="new")
     assert not list(copied.rglob("ran"))
 

@@ -20,7 +20,7 @@ from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.loading import Collate
-from trak_lite.errors import ManifestMismatchError, StateError, refuse_machine_failure
+from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
@@ -268,18 +268,30 @@ class FeaturizingSession:
         )
         return rows
 
-    def candidates(self, train: TrainTables) -> Iterator[Checkpoint]:
-        """Yield checkpoints that may have the weights of some train tables by weights digest.
+    def loaded(self, train: TrainTables, unread: list[Exception]) -> Iterator[tuple[Checkpoint, str]]:
+        """Load checkpoints that may have the weights of some train tables; yield each with the digest of its weights.
 
-        They are those of featurize, then those noted in the store, then the model's own weights.
+        They are those of featurize, then those noted in the store, then the model's own weights. Those that cannot be
+        read, such as files that were removed since, are left out; ``unread`` receives their errors.
         """
-        for source in self.run.sources:
-            yield from iterate_checkpoints(*source)
-        for digest in sorted(train):
-            noted = noted_checkpoint(self.store.attributes(table_path(train[digest])).get("source"))
-            if noted is not None:
-                yield noted
-        yield from iterate_checkpoints(None)
+
+        def candidates() -> Iterator[Checkpoint]:
+            for source in self.run.sources:
+                yield from iterate_checkpoints(*source, lacking=unread)
+            for digest in sorted(train):
+                noted = noted_checkpoint(self.store.attributes(table_path(train[digest])).get("source"))
+                if noted is not None:
+                    yield noted
+            yield from iterate_checkpoints(None)
+
+        for checkpoint in candidates():
+            try:
+                digest = self.load(checkpoint)
+            except (CheckpointError, FileNotFoundError) as error:  # the latter of a user's loader
+                logger.info("The checkpoint %s cannot be read: %s", checkpoint.name, error)
+                unread.append(error)
+            else:
+                yield checkpoint, digest
 
     def visit(
         self, train: TrainTables, visit: Callable[[str, str], None], *, purpose: str, units: int = 0
@@ -289,14 +301,14 @@ class FeaturizingSession:
         Each takes so many ``units`` of progress; 0 if that is not known. The error for weights that are not found names
         the ``purpose``.
         """
-        waiting = set(train)
+        waiting, unread = set(train), list[Exception]()
 
         def needed() -> Iterator[Checkpoint]:
-            for checkpoint in self.candidates(train):
+            for checkpoint, digest in self.loaded(train, unread) if waiting else ():
+                if digest in waiting:
+                    yield checkpoint
                 if not waiting:
                     return
-                if self.load(checkpoint) in waiting:
-                    yield checkpoint
 
         with Stages.of(len(waiting), units) as stages:
             for checkpoint in stages.each(needed()):
@@ -310,13 +322,14 @@ class FeaturizingSession:
             named = some_of(f"{path} (featurized as {made.get('name')!r})" for path, made in lacking.items())
             moved = any(made.get("name") == "current" and not made.get("source") for made in lacking.values())
             changed = " The model had those of 'current' when it was featurized, and has others now." * moved
+            cause = f" One of these cannot be read: {str(unread[0]).rstrip('.')}." if unread else ""
             raise StateError(
                 f"Of the {len(checkpoint_ids(self.store))} checkpoints in the store, the weights of {named} are "
-                f"needed {purpose}, but none of the known sources has them.{changed} Pass the checkpoints to use to "
-                "this call, "
+                f"needed {purpose}, but none of the known sources has them.{changed}{cause} Pass the checkpoints to "
+                "use to this call, "
                 "checkpoints=..., or all of them to featurize. If these are of another training, remove them from the "
                 f"store, drop_checkpoint({paths[0]!r}), or use another path."
-            )
+            ) from (unread[0] if unread else None)
 
     def load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""

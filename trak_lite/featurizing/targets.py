@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
 from trak_lite.data.datasets import Rows
-from trak_lite.errors import CheckpointError
 from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.kronecker.curvature import PreconditionedProjector
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
@@ -26,8 +24,6 @@ from trak_lite.run.tables import (
 )
 from trak_lite.store import AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
-
-logger = logging.getLogger(__name__)
 
 _TO_READ = (
     "scores({name!r}) reads the stored scores, and score(..., checkpoints=...) names the weights to use."
@@ -118,12 +114,7 @@ class TargetSet:
             if session.store.attributes(table_path(table)).get("has_loader") is False
         }
         others, is_compared = there.keys() - session.run.featurized, False
-        for checkpoint in session.candidates(there):
-            try:
-                digest = session.load(checkpoint)
-            except CheckpointError as error:  # a missing file, needed for this comparison only
-                logger.info("Stored targets are not compared with %s: %s", checkpoint.name, error)
-                continue
+        for checkpoint, digest in session.loaded(there, []):
             if digest not in train:
                 session.refuse_replaced(checkpoint, digest, plain, remedy=_TO_READ.format(name=self.name))
             if digest in there and not is_compared:

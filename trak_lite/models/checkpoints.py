@@ -86,13 +86,17 @@ class Checkpoint:
 
 
 def iterate_checkpoints(
-    checkpoints: CheckpointSource, checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None
+    checkpoints: CheckpointSource,
+    checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None,
+    *,
+    lacking: list[Exception] | None = None,
 ) -> Iterator[Checkpoint]:
     """Yield the checkpoints of a source in order, without loading them.
 
     A folder yields its files in natural order (``epoch-2`` before ``epoch-10``). One saved by Hugging Face is one
     checkpoint, sharded or not; so is the folder of a PEFT adapter. ``checkpoint_loader`` turns each item of the source
-    into a state dict, for other kinds of items.
+    into a state dict, for other kinds of items. Paths without a checkpoint are left out if ``lacking`` is given, which
+    receives their errors.
 
     Raises:
         CheckpointError: If a path does not exist, or a folder holds no checkpoint, or a folder holds weights as well as
@@ -113,12 +117,17 @@ def iterate_checkpoints(
     elif isinstance(checkpoints, Mapping):
         yield Checkpoint("0", None, lambda: checkpoints, is_held=True)
     elif isinstance(checkpoints, str | os.PathLike):
-        yield from _from_path(Path(os.path.expanduser(checkpoints)))
+        try:
+            yield from _from_path(Path(os.path.expanduser(checkpoints)))
+        except CheckpointError as error:
+            if lacking is None:
+                raise
+            lacking.append(error)
     elif isinstance(checkpoints, Iterable):
         if isinstance(checkpoints, list | tuple):
             _refuse_shared(checkpoints)
         for number, item in enumerate(checkpoints):
-            for checkpoint in iterate_checkpoints(item):
+            for checkpoint in iterate_checkpoints(item, lacking=lacking):
                 is_held = checkpoint.is_held and isinstance(checkpoints, list | tuple)
                 name = str(number) if isinstance(item, Mapping) else checkpoint.name
                 yield replace(checkpoint, name=name, is_held=is_held)
