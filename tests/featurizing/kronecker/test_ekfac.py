@@ -226,6 +226,10 @@ def one_output(width=1):
     return nn.Sequential(nn.Linear(5, width))
 
 
+def many_outputs():
+    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 8))
+
+
 def cnn():
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
 
@@ -246,6 +250,7 @@ CASES = {
         "mlp": {"build": mlp, "units": {"0": True, "2": True}},
         "one long side": {"build": mlp, "units": {"0": True, "2": True}, "settings": {"max_side": 4}},
         "two long sides": {"build": mlp, "units": {"2": True}, "settings": {"max_side": 3}},
+        "long outputs": {"build": many_outputs, "units": {"0": True, "2": True}, "settings": {"max_side": 6}},
         "convolution": {"build": cnn, "inputs": (2, 5, 5), "units": {"0": True, "3": True}},
         "mixed": {"build": Mixed, "inputs": (), "units": {"conv": True, "head": True}},
         "tied": {"build": Tied, "inputs": (), "units": {"layer": False}},

@@ -63,7 +63,10 @@ class Eigenbasis:
     """``(width, width)`` in the same form."""
 
     def rotated(self, gradient: UnitGradient) -> Iterator[tuple[slice, Tensor]]:
-        """Yield samples and their gradients ``(b, rows, width)`` in this basis, a few samples at a time."""
+        """Yield samples and their gradients ``(b, rows, width)`` in this basis, a few samples at a time.
+
+        The gradients are new tensors if a side is rotated.
+        """
         block = gradient.block
         rows, width = self.unit.rows, self.unit.width
         cost_of_matrices = rows * width * (rows + width)
@@ -81,7 +84,10 @@ class Eigenbasis:
             yield samples, matrices if self.inputs is None else matrices @ self.inputs.to(matrices)
 
     def factors(self, block: FactoredBlock, samples: slice) -> tuple[Tensor, Tensor]:
-        """Return the factors ``(b, T, width)`` and ``(b, T, rows)`` of a weight and its bias in this basis."""
+        """Return the factors ``(b, T, width)`` and ``(b, T, rows)`` of a weight and its bias in this basis.
+
+        Of a side that is not rotated they may be tensors of the block: do not write to them.
+        """
         x, g = precise(block.inputs[samples]), precise(block.output_grads[samples])
         if self.outputs is not None:
             g = g @ self.outputs.to(g)
@@ -105,7 +111,7 @@ class Eigenbasis:
         if isinstance(block, FactoredBlock) and block.inputs.shape[1] == 1:
             # The square of an outer product is the outer product of the squares: no gradient is formed.
             x, g = self.factors(block, slice(None))
-            total += g.squeeze(1).square_().T @ x.squeeze(1).square_()
+            total += g.squeeze(1).square().T @ x.squeeze(1).square()
             return
         for _, turned in self.rotated(gradient):
             total += turned.square_().sum(0)
