@@ -18,7 +18,8 @@ from trak_lite.errors import (
     PrecisionError,
     SingularKernelError,
 )
-from trak_lite.methods import GaussNewton, GradCos, GradDot
+from trak_lite.linalg.kernel import KernelSettings
+from trak_lite.methods import AbstractKernelMethod, GaussNewton, GradCos, GradDot
 
 QS = ("outside", "inside", "off")
 WEIGHTS = {"mean": None, "rates": (0.1, 0.02, 3.0), "base": (1.0, -1.0, 0.0)}
@@ -182,6 +183,23 @@ def test_a_small_damping_costs_no_digits_where_the_rows_do_not_span_the_features
     scores = rows.scores(cases.METHODS["GaussNewton"](damping=damping, layout="joint"))
     expected = cases.with_q(cases.checkpoint_products(rows, damping=damping, joint=True), rows, "outside")
     for found in (scores.numpy(), scores.damping_path([damping]).numpy()[0]):
+        close(found, expected, 2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("setting", ["damping", "lambda_reg"])
+def test_without_damping_no_digits_are_lost_to_rows_of_nearly_one_direction(setting):
+    class Undamped(AbstractKernelMethod):
+        name, weighting = "undamped", "none"
+
+        @property
+        def kernel(self):
+            return KernelSettings(weighting="none", **{setting: 0.0})
+
+    rows = cases.drawn()
+    rows.train[..., 1] = rows.train[..., 0] + 1e-4 * rows.train[..., 1]
+    expected = cases.with_q(cases.checkpoint_products(rows, "TRAK", 0.0), rows, "outside")
+    scores = rows.scores(Undamped())
+    for found in (scores.numpy(), scores.damping_path([0.0]).numpy()[0]):
         close(found, expected, 2e-6 * np.abs(expected).max())
 
 

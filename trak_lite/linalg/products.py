@@ -37,8 +37,9 @@ def product_dtype(
     """Return the dtype that targets are rounded to before their products with rows: float32, or the widest.
 
     If the rows do not span the features, a target has a part that is orthogonal to all of them, and that
-    (H + lambda I)^-1 divides by lambda. For a small lambda the rounding of this part to float32 is larger than the
-    scores. ``None`` is the default lambda, which is never small.
+    (H + lambda I)^-1 divides by lambda; and if they nearly do not, one that it divides by a small eigenvalue. For a
+    small lambda, or none, the rounding of this part to float32 may be larger than the scores. ``None`` is the default
+    lambda, which is never small.
 
     Args:
         lambdas: In the unit of the trace.
@@ -46,7 +47,7 @@ def product_dtype(
         rank: How many eigenvalues can be above zero.
         device: Device of the products.
     """
-    small = any(0 < (value or 0.0) * rank < _SMALL_LAMBDA * trace for value in lambdas)
+    small = any(value is not None and value * rank < _SMALL_LAMBDA * trace for value in lambdas)
     return wide_dtype(device) if small else torch.float32
 
 

@@ -129,10 +129,11 @@ class ScoreSource:
         grams, dtype = self._grams, self.product_dtype()
         if grams is not None:
             grams.make(self.train, self.ranks)
-            dtype = self.product_dtype(grams.settings.damping)
-            # The trace, which a lambda is small or large against, is not known yet.
-            if grams.settings.lambda_reg and self.num_rows < self._widest:
+            # The trace, which lambda_reg is small or large against, is not known yet.
+            if grams.settings.lambda_reg is not None:
                 dtype = wide_dtype(self.device)
+            else:
+                dtype = self.product_dtype(grams.settings.damping)
         terms = []
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
