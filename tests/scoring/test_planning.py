@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
 from trak_lite.errors import CheckpointError, InvalidInputError
+from trak_lite.methods import GaussNewton, GradDot
 from trak_lite.scoring import grams, planning
 from trak_lite.store import open_store
 
@@ -102,6 +103,16 @@ def test_what_does_not_fit_is_named_with_a_setting_that_does(tmp_path, monkeypat
     assert "on disk and 0.977 KiB are free. Use dtype='int8' or proj_dim=8" in said
     assert "Faster" not in said
     assert said in str(plan)
+
+
+@pytest.mark.parametrize("method", [GradDot(), GaussNewton()])
+def test_the_memory_of_scores_of_few_wide_rows_is_that_of_these_rows(method):
+    data = TensorDataset(torch.randn(40, 1000), torch.arange(40) % 10)
+    made = Attributor(
+        nn.Linear(1000, 10), "image_classification", None, projector="none", method=method, progress=False
+    )
+    plan = made.plan(data, TensorDataset(*data[:2]))
+    assert 40 * 10_010 * 2 < plan.memory["scoring"] < 200 * 10_010 * 4
 
 
 @pytest.fixture

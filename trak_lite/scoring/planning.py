@@ -32,6 +32,7 @@ from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows
 from trak_lite.linalg.kernel import KernelSettings, factorise
+from trak_lite.linalg.products import score_block
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
@@ -296,9 +297,9 @@ def _timed(call: Callable[..., Tensor | None], *arguments: Any) -> Span:
 def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     total = Span()
     for width, count in Counter(segment.width for segment in settings.layout.segments).items():
-        rows = torch.ones(_PRODUCT_ROWS, width, dtype=torch.float32, device=settings.device)
+        rows = torch.ones(min(_PRODUCT_ROWS, draws), width, dtype=torch.float32, device=settings.device)
         share = (width + min(width, _PRODUCT_PANEL)) / (2 * width)  # up to the diagonal
-        total = total.plus(_timed(torch.mm, rows.T, rows).times(share * count * draws / _PRODUCT_ROWS))
+        total = total.plus(_timed(torch.mm, rows.T, rows).times(share * count * draws / len(rows)))
     return total
 
 
@@ -330,9 +331,10 @@ def _scoring(
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
     # no drawn numbers: the caller's generator stays
     targets = torch.ones(num_targets, layout.width, dtype=torch.float32, device=device)
-    rows = torch.ones(_PRODUCT_ROWS, layout.width, device=device, dtype=torch.float16)
-    total = _timed(lambda: rows.float() @ targets.T).times(num_rows / _PRODUCT_ROWS)
-    held = targets.nbytes * 3 + 2 * _PRODUCT_ROWS * (layout.width + num_targets) * 4
+    at_once = min(_PRODUCT_ROWS, num_rows, settings.train_table(num_rows, {}).chunk_rows)
+    rows = torch.ones(at_once, layout.width, device=device, dtype=torch.float16)
+    total = _timed(score_block, rows, targets).times(num_rows / at_once)
+    held = targets.nbytes * 3 + 2 * at_once * (layout.width + num_targets) * 4
     kernel = method.kernel
     if kernel is None:
         return total, held
@@ -345,10 +347,11 @@ def _scoring(
         is_fisher = kernel.weighting == "fisher"
         side = num_rows if not is_fisher and keeps_rows(width, num_rows) else width
         if not is_fisher:
-            sums = GramAccumulator(FeatureLayout.joint(width), device)
-            share = side / width  # the products of N rows take N^2 k operations instead of N k^2
-            adding = _timed(sums.add, rows[:, :width].contiguous())
-            total = total.plus(adding.times(count * share * num_rows / _PRODUCT_ROWS))
+            sums = GramAccumulator(FeatureLayout.joint(side), device)
+            share = width / side  # the products of N rows take N^2 k operations instead of N k^2
+            adding = _timed(sums.add, rows[:, :side].contiguous())
+            total = total.plus(adding.times(count * share * num_rows / at_once))
+            held += 0 if side == width else count * side * width * wide.itemsize
         matrix = torch.eye(side, dtype=wide, device=device)
         total = total.plus(_timed(solved, matrix, targets[:, :side].to(wide)).times(count))
         squares, widest = squares + count * side**2, max(widest, side)
