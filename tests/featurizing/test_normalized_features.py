@@ -339,7 +339,8 @@ def first_output(call, batch):
     ("changes", "message"),
     [
         ({"store_norms": True}, r"gradient norm of rows \[3\] of the train data is NaN or beyond float32"),
-        ({"normalize": "unit"}, r"feature of rows \[3\] of the train data is NaN"),
+        ({"normalize": "unit"}, r"rows \[3\] of the train data is beyond float32.*Multiply f by a constant"),
+        ({"normalize": clip(2.0)}, r"gradient of rows \[3\] of the train data is beyond float32"),
     ],
 )
 def test_a_norm_beyond_float32_is_refused_before_anything_is_on_disk(tmp_path, changes, message):

@@ -250,8 +250,18 @@ def test_what_cannot_be_streamed_is_refused(call, said):
 def test_a_row_whose_gradient_is_not_finite_is_named():
     broken = TRAIN.tensors[0].clone()
     broken[17] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"17.*train data"):
-        attributor().stream_scores(TensorDataset(broken, TRAIN.tensors[1]), TARGETS, method="GradDot")
+    for method in ("GradDot", "GradCos"):
+        with pytest.raises(NonFiniteError, match=r"output of rows \[17\] of the train data is NaN"):
+            attributor().stream_scores(TensorDataset(broken, TRAIN.tensors[1]), TARGETS, method=method)
+
+
+def test_a_cosine_of_a_gradient_whose_norm_is_beyond_float32_names_the_norm():
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+    x[2] = 1e20
+    data = TensorDataset(x, torch.ones(4, 1))
+    made = Attributor(model, "regression", None, progress=False)
+    with pytest.raises(NonFiniteError, match=r"norm of the gradient of rows \[2\] of the targets"):
+        made.stream_scores(data, data, method="GradCos")
 
 
 def test_a_second_question_in_memory_may_be_about_other_train_data(expected):

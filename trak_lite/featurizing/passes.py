@@ -130,6 +130,8 @@ class ComputedRows:
     terms: OutputTerms
     more: Mapping[str, Tensor]
     """Values of further columns of the table, ``(B,)`` each."""
+    norms: Tensor | None
+    """``(B,)`` of the gradients before normalisation, if they were measured."""
 
     def finite(self) -> Tensor:
         """Return whether f, q, w and all features of every sample are finite, ``(4, B)``, on their device."""
@@ -151,6 +153,11 @@ class ComputedRows:
         refuse_the_row(computer.model, computer.modelout_fn, samples, rows, self.what)
         names = (*OutputTerms._fields, "feature")
         culprit = next(name for name, mask in zip(names, finite, strict=True) if not mask.all())
+        if culprit == "feature" and self.norms is not None and bool(self.norms[positions].isinf().all()):
+            raise NonFiniteError(
+                f"The norm of the gradient of rows {some_rows(rows)} of {self.what} is beyond float32, which holds the "
+                "squares of gradients up to about 1e19. Nothing of this batch was stored. Multiply f by a constant."
+            )
         raise NonFiniteError(
             f"The {culprit.replace('_', ' ')} of rows {some_rows(rows)} of {self.what} is NaN or infinite. Nothing of "
             "this batch was stored. Look at these samples and at the checkpoint's weights; if the model runs in half "
@@ -215,7 +222,7 @@ class RowPass:
             )
         more = {GRADIENT_NORM: norms.float()} if self.with_norms and norms is not None else {}
         features = features if self.divisor == 1.0 else features / self.divisor
-        return ComputedRows(wanted, numbers, self.rows.what, batch, computer, features, terms, more)
+        return ComputedRows(wanted, numbers, self.rows.what, batch, computer, features, terms, more, norms)
 
     def stream(
         self,
