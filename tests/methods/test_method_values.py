@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny_runs import labelled
 from torch import nn
+from torch.utils.data import Subset
 
-from trak_lite import Attributor, methods
+from trak_lite import Attributor, methods, what_if
 from trak_lite.errors import InvalidInputError
 from trak_lite.methods import (
     CG,
@@ -192,6 +193,28 @@ def test_the_version_of_a_method_belongs_to_its_identity():
     Scaled.version = 2
     assert Scaled().to_json()["version"] == 2
     np.testing.assert_array_equal(made.score(labelled(5), method=Scaled()).numpy(), 2 * first)
+
+
+def test_a_method_that_writes_into_its_rows_changes_no_stored_row():
+    """The rows of a store in memory are the tensors of the products, and self-influence transforms them twice."""
+
+    @own
+    class Doubled(GradDot):
+        def transform(self, rows, layout):
+            return rows.mul_(2)
+
+    made, data = attributor(), labelled(20)
+    made.featurize(data)
+    plain = made.score(data, method=GradDot(), dense=False)
+    before = plain.numpy()
+    doubled = made.score(data, method=Doubled(), dense=False)
+    for _ in range(2):
+        np.testing.assert_array_equal(doubled.numpy(), 4 * before)
+    np.testing.assert_array_equal(doubled.self_influence(), 4 * plain.self_influence())
+    np.testing.assert_allclose(plain.self_influence(), before.diagonal(), rtol=1e-5)
+    relabelled = what_if(doubled, relabel=([3, 5], Subset(data, [3, 5]))).predicted
+    np.testing.assert_allclose(relabelled, 0, atol=1e-5 * abs(before).max())
+    np.testing.assert_array_equal(plain.numpy(), before)
 
 
 def test_the_identity_of_ekfac_without_samples_is_that_of_stores_from_before_the_field():

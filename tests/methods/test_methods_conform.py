@@ -1,4 +1,4 @@
-"""Every method of the package, and two of a user's own, against the conformance kit."""
+"""Every method of the package, and three of a user's own, against the conformance kit."""
 
 import json
 import re
@@ -44,6 +44,14 @@ class RelativeDot(methods.AbstractMethod):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InPlaceDot(SignedDot):
+    """The same, written into the rows that it is given."""
+
+    def transform(self, rows, layout):
+        return rows.sign_().mul_(self.strength)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fitted(RelativeDot):
     """A method that holds the result of a fit."""
 
@@ -64,6 +72,7 @@ CONFORMING = {
     "GradCos": methods.GradCos(),
     "OneOfAUsersOwn": SignedDot(strength=0.5),
     "OneThatChangesOneSide": RelativeDot(),
+    "OneThatWritesIntoItsRows": InPlaceDot(strength=2.0),
 }
 """Name of the class ``Test<Name>(MethodTests)`` that is made below, and the method that it tests."""
 for name, method in CONFORMING.items():

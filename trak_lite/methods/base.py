@@ -154,7 +154,7 @@ class AbstractMethod(ABC):
         ``None``. The default returns ``rows``.
 
         Args:
-            rows: Features of train rows or of targets, any float dtype.
+            rows: Features of train rows or of targets, any float dtype: a copy, which may be changed in place.
             layout: Segments of a row.
         """
         return rows

@@ -22,7 +22,7 @@ from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.linalg.eigen import eigenpath_segments, precondition_path
 from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
-from trak_lite.methods import AbstractMethod
+from trak_lite.methods import METHODS, AbstractMethod
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
 from trak_lite.run.stored_settings import row_kind
@@ -138,9 +138,7 @@ class ScoreSource:
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
             if grams is None:
-                solved = _same_shape(
-                    self.method.transform_targets(rows, self.layout), rows, self.method
-                ).float()
+                solved = self._transformed(rows, self.method.transform_targets).float()
             else:
                 if self.ranks.rank == 0:
                     rows = precondition(rows, self._kernels(table, grams), layout=self.layout)
@@ -337,12 +335,24 @@ class ScoreSource:
 
         def own(rows: Tensor) -> Tensor:
             wide = rows.to(wide_dtype(rows.device))
-            return (self._transformed(wide) * self.method.transform_targets(wide, self.layout)).sum(1)
+            return (self._transformed(wide) * self._transformed(wide, self.method.transform_targets)).sum(1)
 
         return own
 
-    def _transformed(self, rows: Tensor) -> Tensor:
-        return _same_shape(self.method.transform(rows, self.layout), rows, self.method)
+    def _transformed(self, rows: Tensor, transform: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return rows as changed by ``transform``, by default that of the method for train rows.
+
+        A method of a user's own may write into its argument, and rows can be the memory of a store: it gets a copy.
+        """
+        method = self.method
+        is_own = method.transforms_rows and method.name not in METHODS
+        transformed = (transform or method.transform)(rows.clone() if is_own else rows, self.layout)
+        if transformed.shape != rows.shape:
+            raise InvalidInputError(
+                f"{method.name}.transform returned the shape {tuple(transformed.shape)} for rows {tuple(rows.shape)}. "
+                "Return the same shape."
+            )
+        return transformed
 
     def _kernels(self, table: AbstractRowTable, grams: Grams) -> list[SegmentKernel]:
         key = "" if self._held is None else f"{tables.table_path(table)} {table.content_key()}"
@@ -374,13 +384,3 @@ def _are_of(targets: AbstractRowTable, train: AbstractRowTable, identity: Mappin
     there, weights = targets.spec.fingerprint, train.spec.fingerprint.get("weights")
     described = {"weights": there.get("weights"), "targets": there.get("targets", {})}
     return digest_of(described) == digest_of({"weights": weights, "targets": identity})
-
-
-def _same_shape(transformed: Tensor, rows: Tensor, method: AbstractMethod) -> Tensor:
-    """Return transformed rows; raise if their shape has changed."""
-    if transformed.shape != rows.shape:
-        raise InvalidInputError(
-            f"{method.name}.transform returned the shape {tuple(transformed.shape)} for rows {tuple(rows.shape)}. "
-            "Return the same shape."
-        )
-    return transformed
