@@ -177,6 +177,16 @@ def test_a_class_stands_for_what_its_modules_own_patterns_for_names(choice, expe
 
 
 @pytest.mark.quick
+def test_a_name_with_the_characters_of_a_pattern_is_a_name():
+    """As a pattern, ``w[0]`` stands for ``w0``."""
+    named = {name: nn.Parameter(torch.ones(1)) for name in ("w0", "w[0]", "w[1]", "v*", "vw")}
+    model = nn.ModuleDict({"named": nn.ParameterDict(named), "last": nn.Linear(1, 1)})
+    chosen = select_parameters(model, ["named.w[0]", "last.*", "named.v*"])
+    assert set(chosen) == {"named.w[0]", "named.v*", "last.weight", "last.bias"}
+    assert set(select_parameters(model, ["last.bias", "named.w[01]"])) == {"last.bias", "named.w0"}
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("choice", "message"),
     [

@@ -43,10 +43,11 @@ def select_parameters(
 
     Args:
         model: The module.
-        grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. A
-            class selects every parameter that a module of that class or of a subclass owns directly. Any name of a
-            tied weight selects the weight. ``None`` selects every parameter that requires grad; of a PEFT model that
-            was loaded for inference, also those of its active adapter.
+        grad_wrt: Names as in ``named_parameters``, patterns of names (``"layers.*.weight"``), and module classes. What
+            is the name of a parameter is no pattern (``"w[0]"``). A class selects every parameter that a module of that
+            class or of a subclass owns directly. Any name of a tied weight selects the weight. ``None`` selects every
+            parameter that requires grad; of a PEFT model that was loaded for inference, also those of its active
+            adapter.
         canonical: ``dict(model.named_parameters())``, if the caller has it.
 
     Raises:
@@ -73,7 +74,7 @@ def select_parameters(
     for choice in listed(grad_wrt):
         if isinstance(choice, type) and issubclass(choice, nn.Module):
             wanted.update(map(id, _owned_by(model, choice)))
-        elif isinstance(choice, str) and any(c in choice for c in "*?["):
+        elif isinstance(choice, str) and choice not in every_name and any(c in choice for c in "*?["):
             names += fnmatch.filter(every_name, choice) or [choice]
         else:
             names.append(choice)
