@@ -44,6 +44,7 @@ def test_only_planned_rows_are_loaded_and_in_order():
     rows = Rows(DataLoader(Counting(), shuffle=True, drop_last=True), indices=[5, 0, 7])
     assert len(rows) == 3
     assert inputs(rows, [0, 2]) == [[5.0, 7.0]]
+    assert len(Rows(DataLoader(Counting(), sampler=range(10)))) == 10
 
 
 @pytest.mark.quick
@@ -78,6 +79,11 @@ class Sample:
     pixels: np.ndarray
 
 
+class Backwards(SequentialSampler):
+    def __iter__(self):
+        return iter(range(len(self.data_source) - 1, -1, -1))
+
+
 NO_ORDER = "does not read the dataset in order"
 
 
@@ -88,6 +94,9 @@ NO_ORDER = "does not read the dataset in order"
         (f"{NO_ORDER}.*RandomSampler.*shuffle=False", DataLoader(Counting(), shuffle=True)),
         (NO_ORDER, DataLoader(Counting(), sampler=RandomSampler(range(10)))),
         (NO_ORDER, DataLoader(Counting(), sampler=SequentialSampler(range(5)))),
+        (f"{NO_ORDER}.*Backwards", DataLoader(Counting(), sampler=Backwards(range(10)))),
+        (NO_ORDER, DataLoader(Counting(), sampler=range(9, -1, -1))),
+        (NO_ORDER, DataLoader(Counting(), sampler=range(9))),
         ("drop_last=True and would leave rows out", DataLoader(Counting(), batch_size=4, drop_last=True)),
         ("batching switched off", DataLoader(Counting(), batch_size=None)),
         ("No rows in the dataset", TensorDataset(torch.empty(0, 2))),

@@ -285,9 +285,11 @@ def _refuse_unordered(loader: DataLoader[Any], indices: Sequence[int] | None, wh
         )
     if indices is not None:
         return
-    sampler = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
-    in_order = isinstance(sampler, SequentialSampler) and type(loader.batch_sampler) is BatchSampler
-    if not in_order or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    # Not of subclasses, which may have an order of their own.
+    in_order = type(sampler) is SequentialSampler or (type(sampler) is range and sampler == range(size))
+    if not in_order or len(sampler) != size or type(loader.batch_sampler) is not BatchSampler:
         raise InvalidInputError(
             f"The loader of {what} does not read the dataset in order (sampler: {type(sampler).__name__}). A row is "
             "identified by its index in the dataset: pass the dataset, a loader with shuffle=False, or indices=... "
