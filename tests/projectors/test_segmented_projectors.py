@@ -313,6 +313,23 @@ def test_names_objects_and_layouts_are_taken_as_documented():
     assert select_projector(projector, proj_dim=8, seed=0) is projector
 
 
+@pytest.mark.quick
+def test_a_projector_that_is_entered_under_a_name_gets_a_device_only_if_it_takes_one(monkeypatch):
+    taken = {"proj_dim": 8, "seed": 3}
+    for make, device in (
+        (lambda proj_dim, *, seed: CountSketchProjector(proj_dim, seed=seed), None),
+        (
+            lambda proj_dim, *, seed, device="cpu": CountSketchProjector(proj_dim, seed=seed, device=device),
+            "meta",
+        ),
+        (functools.partial(CountSketchProjector, copies=2), "meta"),
+        (lambda *args, **kwargs: CountSketchProjector(*args, **kwargs), "meta"),
+    ):
+        monkeypatch.setitem(PROJECTORS, "own", make)
+        made = select_projector("own", **taken, device="meta")
+        assert (made.proj_dim, made.seed, made.device) == (8, 3, device)
+
+
 @pytest.mark.cuda
 def test_fitted_features_are_the_same_on_cuda_up_to_rounding():
     axes, block = fitted_axes(3, shapes={"w": (6, 9)}), factors((6, 9), 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -25,7 +26,7 @@ PROJECTORS: dict[str, Callable[..., AbstractProjector]] = {
     "rademacher": RademacherProjector,
     "two_sided": TwoSidedProjector.of_width,
 }
-"""Native projectors by name; each is called with ``(proj_dim, seed=..., device=...)``."""
+"""Projectors by name. Each is called with ``(proj_dim, seed=...)``, and with ``device=...`` if it takes one."""
 
 
 def select_projector(
@@ -72,7 +73,10 @@ def select_projector(
     if name == "two_sided":
         kind = "module" if layout == "auto" else layout
         return TwoSidedProjector.of_width(proj_dim, seed=seed, device=device, layout=kind)
-    made = PROJECTORS[name](proj_dim, seed=seed, device=device)
+    make = PROJECTORS[name]
+    taken = inspect.signature(make).parameters.values()
+    takes_device = any(one.name == "device" or one.kind is one.VAR_KEYWORD for one in taken)
+    made = make(proj_dim, seed=seed, **({"device": device} if takes_device else {}))
     return PerModuleProjector(made) if layout == "module" else made
 
 
