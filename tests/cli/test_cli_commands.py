@@ -1,10 +1,12 @@
 """The commands on a small recipe: the numbers of the native facade, resumed, recorded and repeated."""
 
 import fcntl
+import importlib
 import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,27 @@ from cli_cases import scores as scores_of
 
 from trak_lite import Attributor, cli, repair, verify, what_if
 from trak_lite.methods import GaussNewton
+from trak_lite.projectors import PROJECTORS
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, open_store
+
+SIGNS = """
+from trak_lite.projectors import PROJECTORS, AbstractProjector, ProjectionType
+
+
+class Signs(AbstractProjector):
+    def __init__(self, proj_dim, *, seed=0):
+        super().__init__(0, proj_dim, seed, ProjectionType.rademacher, None)
+
+    def project(self, grads, model_id):
+        return sum(self.rows(name, grad.flatten(1)) for name, grad in grads.items())
+
+    def rows(self, name, grad):
+        generator = torch.Generator().manual_seed(len(name))
+        return grad @ torch.randn(grad.shape[1], self.proj_dim, generator=generator).sign()
+
+
+PROJECTORS["signs"] = Signs
+"""
 
 
 def native(folder: Path, task: str = "image_classification", *, trained: bool = True) -> tuple[Any, ...]:
@@ -323,6 +345,31 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
     # what train calls is noticed by two repetitions, then all are trained again
     write_case(tmp_path, recipe=changed.replace("Tanh", "GELU"), more=selected)
     assert trained("--recipe_arguments.sizes=[1, 3]") == 13
+
+
+def test_rows_of_a_recipes_projector_are_found_after_a_change_elsewhere_in_the_file(
+    tmp_path, monkeypatch, capsys
+):
+    """Also in Python, and those whose manifest has the digest of the file, as the first ones had."""
+    monkeypatch.setitem(PROJECTORS, "signs", None)  # removes it afterwards
+    for more in (SIGNS, f"{SIGNS}# a comment\n"):
+        config = write_case(tmp_path, recipe=RECIPE + more, more="projector: signs\n")
+        written = "0 rows written, 120 found" if "comment" in more else "120 rows written"
+        assert written in done(["run", config], capsys)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "recipe", raising=False)
+    recipe = importlib.import_module("recipe")
+    monkeypatch.delitem(sys.modules, "recipe")
+    made = Attributor(
+        recipe.build_model(), "image_classification", tmp_path / "run.zarr", projector="signs", proj_dim=16
+    )
+    states = [{k: v.clone() for k, v in state.items()} for state in recipe.train(np.arange(40), 0)]
+    assert made.featurize(recipe.train_data(), states).rows_written == 0
+    with open_store(tmp_path / "run.zarr") as store:
+        text = json.dumps(store.manifest.fingerprint)
+        first = json.loads(text.replace('"recipe.Signs"', f'"trak_lite_recipe_{"0a" * 8}_recipe.Signs"'))
+        assert first != store.manifest.fingerprint
+        Manifest(first).check_same(store.manifest, where="a store")
 
 
 def test_a_store_is_shown_with_settings_tables_and_runs(ran, tmp_path, capsys):

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import re
 import sys
 import weakref
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from trak_lite.core.json_text import module_name
 
 SIMPLE = (type(None), bool, int, float, str)
 FOREIGN = frozenset({"numpy", "torch", "trak_lite"}) | sys.stdlib_module_names
@@ -85,13 +86,6 @@ _FORMER_MODULES: Final = {
     "unrolled.subsets.SubsetTraining": "unrolled.runs",
 }
 """Modules in which classes of this package stood when descriptions that hold their names were first stored."""
-_RECIPE: Final = re.compile(r"trak_lite_recipe_[0-9a-f]{16}_")
-"""Begins the name of a recipe's module (``trak_lite/cli/recipes.py``), which changes with every byte of the file."""
-
-
-def module_name(module: str) -> str:
-    """Return the name of a module, as stored; that of a recipe is the name that ``import`` gives to its file."""
-    return _RECIPE.sub("", module, count=1)
 
 
 def name_of(thing: Any) -> str:

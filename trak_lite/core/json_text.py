@@ -1,13 +1,14 @@
-"""JSON text: its canonical form, the digest of values in it, and a parser with limits."""
+"""JSON text: its canonical form, the digest of values in it, names of modules in it, and a parser with limits."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 from numpy.typing import NDArray
 
@@ -19,6 +20,8 @@ _DEEPEST = 128
 _MOST_BYTES = 64 << 20
 _MOST_VALUES = 1 << 21
 _STRUCTURE = (b"[", b"{", b",", b":")
+_RECIPE: Final = re.compile(r"trak_lite_recipe_[0-9a-f]{16}_")
+"""Begins the name of a recipe's module (``trak_lite/cli/recipes.py``), which changes with every byte of the file."""
 
 
 def canonical_json(value: Any) -> str:
@@ -29,6 +32,11 @@ def canonical_json(value: Any) -> str:
 def digest_of(values: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the canonical text of JSON values, in hex."""
     return hashlib.sha256(canonical_json(dict(values)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def module_name(module: str) -> str:
+    """Return the name of a module, as stored; that of a recipe is the name that ``import`` gives to its file."""
+    return _RECIPE.sub("", module, count=1)
 
 
 def shown(value: Any) -> str:

@@ -28,12 +28,12 @@ from trak_lite.core.fingerprint import (
     function_digest,
     functions_of,
     is_foreign,
-    module_name,
     name_of,
     sha256,
     source_bytes,
     tensor_json,
 )
+from trak_lite.core.json_text import module_name
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trak_lite.core.json_text import module_name
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import (
     DenseBlock,
@@ -150,7 +151,7 @@ class AbstractProjector(ABC):
         Entries: ``kind`` (class name), ``proj_dim``, ``seed`` and ``version`` of the algorithm.
         """
         return {
-            "kind": f"{type(self).__module__}.{type(self).__qualname__}",
+            "kind": f"{module_name(type(self).__module__)}.{type(self).__qualname__}",
             "proj_dim": int(self.proj_dim),
             "seed": int(self.seed),
             "version": 1,

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trak_lite.core.json_text import canonical_json, digest_of, parse_json
+from trak_lite.core.json_text import canonical_json, digest_of, module_name, parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 FORMAT = 3
@@ -153,7 +153,8 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         for key, item in value.items():
             flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
         return flat
-    return {prefix: json.loads(canonical_json(value))}
+    # The kinds of a recipe's projectors were first stored with the digest of its file.
+    return {prefix: json.loads(module_name(canonical_json(value)))}
 
 
 def _change(key: str, there: Any, here: Any) -> str:
