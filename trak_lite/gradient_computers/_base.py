@@ -17,7 +17,7 @@ from trak_lite.core.devices import Float32Products, float32_products
 from trak_lite.data.batches import batch_size
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
-from trak_lite.gradient_computers.parameters import listed, select_parameters
+from trak_lite.gradient_computers.parameters import differentiating_only, listed, select_parameters
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.types import (
@@ -93,6 +93,8 @@ class AbstractGradientComputer(ABC):
     @abstractmethod
     def compute_per_sample_grad(self, batch: Batch) -> Mapping[str, Tensor] | Tensor:
         """Return the per-sample gradients of f.
+
+        While :meth:`stream_gradients` calls it, the parameters that ``grad_wrt`` selects require grad, frozen ones too.
 
         Args:
             batch: B samples.
@@ -191,7 +193,9 @@ class AbstractGradientComputer(ABC):
             InvalidInputError: If the batch or the output function's result has the wrong form.
             UnsupportedModelError: If this computer cannot differentiate the model sample by sample.
         """
-        grads = self.compute_per_sample_grad(batch)
+        kept = {} if self.grad_wrt is None else select_parameters(self.model, self.grad_wrt)
+        with differentiating_only(kept.values(), kept):
+            grads = self.compute_per_sample_grad(batch)
         for name, grad in (self._by_name(grads) if isinstance(grads, Tensor) else grads).items():
             sink(DenseBlock(name, grad.detach()))
         with torch.no_grad():
