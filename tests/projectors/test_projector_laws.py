@@ -3,7 +3,9 @@
 tests/goldens holds vectors of every projector.
 """
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -191,6 +193,49 @@ def test_the_kit_fails_for_maps_that_ignore_or_weigh_entries_or_have_no_zero(cha
         except AssertionError:
             failed.append(name)
     assert failed == fails
+
+
+def transposed(block):
+    """The factors of a convolution's kernel taken for those of a kernel (d_in, d_out)."""
+    if not isinstance(block, FactoredBlock) or block.name != "body.weight":
+        return block
+    grad = torch.einsum("bti,bto->bio", block.inputs, block.output_grads)
+    return DenseBlock(block.name, grad.reshape(-1, 4, 3, 2), block.start)
+
+
+def first_positions(block):
+    if not isinstance(block, FactoredBlock):
+        return block
+    return dataclasses.replace(block, inputs=block.inputs[:, :4], output_grads=block.output_grads[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("change", "is_wrong"),
+    [
+        (lambda block: block, False),
+        (lambda block: None if isinstance(block, LookupBlock) else block, True),
+        (lambda block: None if isinstance(block, SummedBlock) else block, True),
+        (lambda block: block.parts[0], True),
+        (lambda block: block if isinstance(block, DenseBlock) else block.samples(slice(None)), True),
+        (transposed, True),
+        (first_positions, True),
+    ],
+    ids=["none", "no lookups", "no sums", "first term", "row 0", "transposed", "first positions"],
+)
+def test_the_kit_fails_for_a_block_that_is_lost_moved_transposed_or_cut(change, is_wrong):
+    class Changed(GaussianProjector):
+        def accumulator(self, num_samples, *, model_id, parameters):
+            whole = super().accumulator(num_samples, model_id=model_id, parameters=parameters)
+
+            def add(block):
+                if (changed := change(block)) is not None:
+                    whole.add(changed)
+
+            return SimpleNamespace(add=add, features=whole.features)
+
+    law = ProjectorTests.test_a_block_of_any_form_counts_as_its_dense_gradient
+    with pytest.raises(AssertionError) if is_wrong else contextlib.nullcontext():
+        law(None, Changed(16, seed=0))
 
 
 @pytest.mark.parametrize("name", ["countsketch", *(name for name in OTHERS if name != "none")])

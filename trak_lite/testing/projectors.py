@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.projectors import AbstractProjector
-from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock
+from trak_lite.types import DenseBlock, FactoredBlock, GradientBlock, LookupBlock, SummedBlock
 
 _SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (5, 3),
@@ -101,12 +101,18 @@ class ProjectorTests(ABC):
 
         _assert_close(_accumulate(projector, chunks), _project(projector, grads))
 
-    def test_a_factored_block_counts_as_its_dense_gradient(self, projector: AbstractProjector) -> None:
-        inputs, output_grads = _random(0, _NUM_SAMPLES, 4, 3), _random(1, _NUM_SAMPLES, 4, 5)
-        product = torch.einsum("bto,bti->boi", output_grads, inputs)
+    def test_a_block_of_any_form_counts_as_its_dense_gradient(self, projector: AbstractProjector) -> None:
+        """Factors of one and of many positions, of a matrix and of a convolution, rows of a table, and their sum.
 
-        factored = _accumulate(projector, [FactoredBlock("embed", inputs, output_grads)])
-        _assert_close(factored, _accumulate(projector, [DenseBlock("embed", product)]))
+        They are those of samples 2 to 5.
+        """
+        for block in _blocks_of_every_form():
+            dense = block.dense().reshape(-1, *_SHAPES[block.name])
+
+            _assert_close(
+                _accumulate(projector, [block]),
+                _accumulate(projector, [DenseBlock(block.name, dense, block.start)]),
+            )
 
     def test_a_missing_parameter_counts_as_zero(self, projector: AbstractProjector) -> None:
         grads = _gradients(0)
@@ -267,6 +273,20 @@ class RandomProjectorTests(ProjectorTests):
 def _random(seed: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def _blocks_of_every_form() -> list[GradientBlock]:
+    """Return gradients of samples 2 to 5 in the forms that layers produce, other than the dense one."""
+
+    def factored(name: str, positions: int) -> FactoredBlock:
+        d_out, *rest = _SHAPES[name]
+        inputs = _random(0, 4, positions, math.prod(rest))
+        return FactoredBlock(name, inputs, _random(1, 4, positions, d_out), start=2)
+
+    rows = torch.arange(4 * 9, device="cpu").reshape(4, 9).square() % 5  # some rows several times, some never
+    looked_up = LookupBlock("embed", rows, _random(2, 4, 9, 3), num_rows=5, start=2)
+    factors = [factored(name, positions) for name in ("embed", "body.weight") for positions in (1, 40)]
+    return [*factors, looked_up, SummedBlock("embed", (looked_up, factored("embed", 40)))]
 
 
 def _gradients(seed: int, num_samples: int = _NUM_SAMPLES) -> dict[str, Tensor]:
