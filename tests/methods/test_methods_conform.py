@@ -1,8 +1,10 @@
 """Every method of the package, and three of a user's own, against the conformance kit."""
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ class SignedDot(methods.AbstractMethod):
     """A method as a user would write one: products of the signs of features, times a number."""
 
     strength: float = 1.0
+    linear: ClassVar[bool] = False
 
     @property
     def kernel(self):
@@ -31,6 +34,8 @@ class SignedDot(methods.AbstractMethod):
 @dataclass(frozen=True, kw_only=True)
 class RelativeDot(methods.AbstractMethod):
     """Products with train rows of norm 1 and targets as they are."""
+
+    linear: ClassVar[bool] = False
 
     @property
     def kernel(self):
@@ -79,6 +84,66 @@ for name, method in CONFORMING.items():
     marks = [pytest.mark.campaign] if name in ("CG", "LiSSA") else []  # the goldens hold these as well
     content = {"make_method": lambda self, method=method: method, "pytestmark": marks}
     vars()[f"Test{name}"] = type(f"Test{name}", (MethodTests,), content)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretched(methods.AbstractMethod):
+    kernel = None
+
+    def transform(self, rows, layout):
+        return rows * torch.arange(layout.width)
+
+
+class Positive(Stretched):
+    def transform(self, rows, layout):
+        return rows.abs()
+
+
+class Moved(Stretched):
+    def transform(self, rows, layout):
+        return rows + 1
+
+
+class SaysModules(methods.GradDot):
+    def unit_scope(self, layout):
+        return "module"
+
+
+class AlwaysModules(methods.GradCos):
+    def unit_scope(self, layout):
+        return "module"
+
+
+class AlwaysWhole(methods.GradCos):
+    def unit_scope(self, layout):
+        return "global"
+
+
+class PlainTargets(methods.GradCos):
+    def transform_targets(self, rows, layout):
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("law", "wrong", "right"),
+    [
+        ("test_a_method_that_is_said_to_be_linear_transforms_rows_linearly", (Positive, Moved), (Stretched,)),
+        (
+            "test_transform_divides_by_the_norms_of_the_unit_scope",
+            (SaysModules, AlwaysModules, AlwaysWhole, PlainTargets),
+            (methods.GradDot, methods.GradCos),
+        ),
+    ],
+)
+def test_the_kit_fails_for_what_a_method_says_of_its_transform_wrongly(law, wrong, right):
+    for cls in (*wrong, *right):
+
+        class Kit(MethodTests):
+            def make_method(self, cls=cls):
+                return cls()
+
+        with pytest.raises(AssertionError) if cls in wrong else contextlib.nullcontext():
+            getattr(Kit(), law)()
 
 
 @pytest.mark.parametrize("strength", [float("inf"), (0.5, float("nan")), torch.ones(2), {1.0}])

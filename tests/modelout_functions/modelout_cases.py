@@ -148,11 +148,15 @@ def binary_pairs(logits, labels):
 def case_of(task, model, batch, labels, pairs, *wrong, output="margin"):
     """``batch`` makes one of labels; wrong are places in the labels, whose first axis is the sample, and values."""
     counts = torch.tensor([len(some) for some in pairs(model)])
-    loss = lambda model, batch: torch.stack([loss_of_pairs(output, some) for some in pairs(model)])  # noqa: E731
+
+    def loss(model, batch, output=output):
+        return torch.stack([loss_of_pairs(output, some) for some in pairs(model)])
+
+    log_p = lambda model, batch: -loss(model, batch, "log_prob")  # noqa: E731
     of_output = (lambda f: counts * softplus(-f / counts)) if output == "margin" else torch.neg
     others = [changed(labels.double() if value == 0.5 else labels, place, value) for place, value in wrong]
     invalid = [(batch(some), place[0]) for some, (place, _) in zip(others, wrong, strict=True)]
-    return ModelOutputCase(task, model, batch(labels), loss, of_output, invalid)
+    return ModelOutputCase(task, model, batch(labels), loss, of_output, invalid, log_p)
 
 
 def changed(part, place, value):

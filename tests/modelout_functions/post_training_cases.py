@@ -189,19 +189,26 @@ def policy_case(kind):
             gain = gain - 0.3 * (r - torch.log(r) - 1) * (ratio if "kl_correction" in options else 1)
         return -gain
 
-    def loss(model, _):
-        losses = []
+    def token_terms(model, term_of):
         for i, row in enumerate(labels.tolist()):
             log_p = torch.log(torch.softmax(model(ids)["logits"][i] / options.get("temperature", 1.0), -1))
-            terms = [token_loss(log_p[t - 1, y], i, t) for t, y in enumerate(row) if t and y != IGNORED]
-            losses.append(sum(terms) / (len(terms) if "reduction" in options else 1))
-        return torch.stack(losses)
+            yield [term_of(log_p[t - 1, y], i, t) for t, y in enumerate(row) if t and y != IGNORED]
+
+    def loss(model, _):
+        sums = [
+            sum(terms) / (len(terms) if "reduction" in options else 1)
+            for terms in token_terms(model, token_loss)
+        ]
+        return torch.stack(sums)
+
+    def log_p(model, _):
+        return torch.stack([sum(terms) for terms in token_terms(model, lambda log_p, *_: log_p)])
 
     wrong = [("advantages", (0, 3) if kind == "grpo" else (0,), torch.inf), ("labels", (2,), IGNORED)]
     wrong += [("labels", (2, 5), V), ("old_logps", (1, 3), torch.nan), ("ref_logps", (3, 4), -torch.inf)]
     invalid = [with_column(batch, *some) for some in wrong if some[0] in batch]
     task = tasks.PolicyGradientModelOutput(**options)
-    return ModelOutputCase(task, model, batch, loss, torch.neg, invalid)
+    return ModelOutputCase(task, model, batch, loss, torch.neg, invalid, log_p)
 
 
 def seen_by(model, task, batch):

@@ -19,8 +19,14 @@ from trak_lite.modelout_functions import (
     CallableModelOutput,
     DiffusionModelOutput,
     ModelCall,
+    QuestionsModelOutput,
 )
 from trak_lite.testing import ModelOutputCase, ModelOutputTests
+
+
+def skip_unless_labels_are_named(case):
+    if isinstance(case.task, DiffusionModelOutput) and isinstance(case.batch, tuple):
+        pytest.skip("targets are drawn for batches with named columns only")
 
 
 class TestBuiltInModelOutputs(ModelOutputTests):
@@ -33,9 +39,12 @@ class TestBuiltInModelOutputs(ModelOutputTests):
         super().test_output_gradient_passes_gradcheck(case)
 
     def test_the_mean_gradient_over_drawn_labels_is_zero(self, case):
-        if isinstance(case.task, DiffusionModelOutput) and isinstance(case.batch, tuple):
-            pytest.skip("targets are drawn for batches with named columns only")
+        skip_unless_labels_are_named(case)
         super().test_the_mean_gradient_over_drawn_labels_is_zero(case)
+
+    def test_drawn_labels_of_a_sample_are_a_function_of_its_noise(self, case):
+        skip_unless_labels_are_named(case)
+        super().test_drawn_labels_of_a_sample_are_a_function_of_its_noise(case)
 
     def test_the_hook_computer_gives_the_gradients_of_the_plain_loss(self, case):
         """Row by row, times minus q."""
@@ -91,6 +100,64 @@ def test_the_kit_notices_that_a_focal_loss_is_no_likelihood(gamma, seed):
     case = ModelOutputCase(task, nn.Linear(4, 3).double(), batch, loss, torch.neg)
     with pytest.raises(pytest.fail.Exception, match="no negative log") if gamma else contextlib.nullcontext():
         ModelOutputTests().test_the_mean_gradient_over_drawn_labels_is_zero(case)
+
+
+class Binary(BinaryClassificationModelOutput):
+    pass
+
+
+class Thrice(Binary):
+    def evaluate(self, model_call, batch):
+        terms = super().evaluate(model_call, batch)
+        return terms._replace(output=3 * terms.output)
+
+
+class Likely(Binary):
+    def log_likelihood(self):
+        return Binary()
+
+
+class ThriceLikely(Binary):
+    def log_likelihood(self):
+        return Thrice()
+
+
+class TrainedThrice(Binary):
+    def train_task(self):
+        return Thrice()
+
+
+class Asked(QuestionsModelOutput):
+    def __init__(self):
+        super().__init__(Binary(), {"thrice": Thrice()})
+
+
+class DrawnByTorch(Binary):
+    """From the generator of torch, whatever the noise."""
+
+    def sample_labels(self, model_call, batch, noise):
+        return super().sample_labels(model_call, batch, lambda shape: torch.rand(len(batch[1]), *shape))
+
+
+class OfAnotherRow(Binary):
+    def sample_labels(self, model_call, batch, noise):
+        return super().sample_labels(model_call, batch, lambda shape: noise(shape).flip(0))
+
+
+@pytest.mark.parametrize(
+    ("law", "wrong", "right"),
+    [
+        ("test_the_log_likelihood_has_the_gradient_of_log_p", ThriceLikely, Likely),
+        ("test_the_train_task_has_the_terms_of_the_task", TrainedThrice, Asked),
+        ("test_drawn_labels_of_a_sample_are_a_function_of_its_noise", DrawnByTorch, Binary),
+        ("test_drawn_labels_of_a_sample_are_a_function_of_its_noise", OfAnotherRow, Binary),
+    ],
+)
+def test_the_kit_notices_another_log_likelihood_train_task_and_labels_of_other_noise(law, wrong, right):
+    built = dataclasses.replace(BY_NAME["binary_classification-flat"](), log_likelihood=None)
+    getattr(ModelOutputTests(), law)(dataclasses.replace(built, task=right()))
+    with pytest.raises(AssertionError):
+        getattr(ModelOutputTests(), law)(dataclasses.replace(built, task=wrong()))
 
 
 def test_a_confident_model_draws_no_rare_label():

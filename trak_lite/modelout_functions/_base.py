@@ -247,7 +247,7 @@ class AbstractModelOutput(ABC):  # noqa: B024 - a subclass defines either of two
         )
 
     def log_likelihood(self) -> AbstractModelOutput | None:
-        """Return a task whose f is minus the training loss, if q times the gradient of f is not its gradient.
+        """Return a task whose f is log p of the labels, if q times the gradient of f is not its gradient.
 
         Otherwise return ``None``. A sum of margins of several tokens or labels has no scalar q for the summed loss.
         """

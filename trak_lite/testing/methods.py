@@ -28,8 +28,10 @@ from torch.utils.data import TensorDataset
 from trak_lite.attributor import Attributor
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers.normalization import NormalizationKind
+from trak_lite.linalg.products import unit_segments
 from trak_lite.methods import AbstractMethod
 from trak_lite.scoring.scores import Scores
+from trak_lite.types import FeatureLayout
 
 _NUM_ROWS, _NUM_TARGETS, _CLASSES = 40, 6, 3
 
@@ -72,12 +74,44 @@ class MethodTests(ABC):
         """``transform`` of a row does not depend on the rows beside it, and keeps its shape."""
         method = self.make_method()
         layout = _featurized(_kind_of_rows(method)).layout
-        rows = torch.randn(5, layout.width, generator=torch.Generator().manual_seed(0), device="cpu")
+        rows = _normal_rows(layout)
         whole = method.transform(rows.clone(), layout)
 
         assert whole.shape == rows.shape
         alone = torch.cat([method.transform(rows[[row]], layout) for row in range(len(rows))])
         torch.testing.assert_close(alone, whole)
+
+    def test_a_method_that_is_said_to_be_linear_transforms_rows_linearly(self) -> None:
+        """If ``linear`` is true, ``transform(2.5 x - 0.5 y)`` is ``2.5 transform(x) - 0.5 transform(y)``."""
+        method = self.make_method()
+        if method.kernel is not None or not method.linear:
+            pytest.skip("the method does not transform rows, or is not linear")
+        layout = _featurized(_kind_of_rows(method)).layout
+        x, y = _normal_rows(layout), _normal_rows(layout).flip(0)
+
+        expected = 2.5 * method.transform(x.clone(), layout) - 0.5 * method.transform(y.clone(), layout)
+        _assert_near(method.transform(2.5 * x - 0.5 * y, layout), expected)
+
+    def test_transform_divides_by_the_norms_of_the_unit_scope(self) -> None:
+        """Scores of unprojected gradients divide those of rows and targets by these norms, and call no ``transform``.
+
+        With ``"module"`` each segment is divided by its norm, with ``"global"`` the whole row, as always if the layout
+        has one segment for all modules.
+        """
+        method = self.make_method()
+        modules = _featurized(_kind_of_rows(method)).layout
+        joint = FeatureLayout.joint(modules.width)
+        rows = _normal_rows(modules)
+        for layout, divided in (
+            (modules, {"module": modules, "global": joint}),
+            (joint, {"global": joint}),
+        ):
+            if method.kernel is not None or (scope := method.unit_scope(layout)) is None:
+                continue
+            assert scope in divided
+            expected = unit_segments(rows, layout=divided[scope])
+            for transform in (method.transform, method.transform_targets):
+                _assert_near(transform(rows.clone(), method.layout_of(layout)), expected)
 
     def test_scores_are_finite_and_not_all_zero(self) -> None:
         """Every train row has a finite score for every target, and some score is not zero."""
@@ -155,6 +189,16 @@ def _featurized(kind: NormalizationKind) -> Attributor:
     optimizer.zero_grad()
     attributor.featurize(train, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     return attributor
+
+
+def _normal_rows(layout: FeatureLayout) -> Tensor:
+    return torch.randn(5, layout.width, generator=torch.Generator().manual_seed(0), device="cpu")
+
+
+def _assert_near(actual: Tensor, expected: Tensor) -> None:
+    """Compare rows of float32, relative to the largest entry."""
+    atol = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol, check_dtype=False)
 
 
 def _small(values: NDArray[np.float32]) -> float:

@@ -43,13 +43,16 @@ class ModelOutputCase:
     model: nn.Module
     """Small, deterministic, in eval mode, all parameters float64. If the task draws labels, not certain of them."""
     batch: Batch
-    """At least two samples."""
+    """At least two samples of train rows."""
     loss: Callable[[nn.Module, Batch], Tensor]
     """L of every sample ``(B,)`` from the model, written independently of the task."""
     loss_of_output: Callable[[Tensor], Tensor]
     """L of every sample of ``batch`` as a function of f, ``(B,) -> (B,)``, twice differentiable."""
     invalid: Sequence[tuple[Batch, int]] = ()
     """Batches of the right structure in which only the sample with the given index has no valid terms."""
+    log_likelihood: Callable[[nn.Module, Batch], Tensor] | None = None
+    """Log p of the labels of every sample ``(B,)``, up to a constant, written as ``loss`` is. ``None`` for minus
+    ``loss``. Needed for a task that defines ``log_likelihood`` because ``loss`` is another one."""
 
 
 class ModelOutputTests:
@@ -89,13 +92,20 @@ class ModelOutputTests:
 
     def test_loss_gradient_is_minus_q_times_output_gradient(self, case: ModelOutputCase) -> None:
         """For every sample, grad L == -q * grad f, where L is the loss of the case."""
-        terms = _evaluate(case)
-        losses = case.loss(case.model, case.batch)
+        _check_gradients(case.task, case, -case.loss(case.model, case.batch))
 
-        for index, q in enumerate(terms.out_to_loss_grad):
-            of_loss = _gradient(losses[index], case.model)
-            of_output = _gradient(terms.output[index], case.model)
-            torch.testing.assert_close(of_loss, -q * of_output, rtol=_RTOL, atol=_ATOL)
+    def test_the_log_likelihood_has_the_gradient_of_log_p(self, case: ModelOutputCase) -> None:
+        """For the task that ``log_likelihood()`` returns, q * grad f is the gradient of log p, if it returns one."""
+        if (likelihood := case.task.log_likelihood()) is None:
+            pytest.skip("the task does not define log_likelihood")
+        log_p = case.log_likelihood or (lambda model, batch: -case.loss(model, batch))
+        _check_gradients(likelihood, case, log_p(case.model, case.batch))
+
+    def test_the_train_task_has_the_terms_of_the_task(self, case: ModelOutputCase) -> None:
+        """For train rows, because its description identifies what is computed by the task itself."""
+        terms = case.task.train_task().evaluate(ModelCall(case.model), case.batch)
+
+        torch.testing.assert_close(terms, _evaluate(case), rtol=_RTOL, atol=_ATOL)
 
     def test_q_and_w_are_the_derivatives_of_the_loss_by_the_output(self, case: ModelOutputCase) -> None:
         """Differentiating the loss twice gives q = -dL/df and w = d2L/df2."""
@@ -166,6 +176,30 @@ class ModelOutputTests:
             "The loss is no negative log-likelihood of the drawn labels: the mean of its gradients is not 0."
         )
 
+    def test_drawn_labels_of_a_sample_are_a_function_of_its_noise(self, case: ModelOutputCase) -> None:
+        """A sample gets the same labels in its batch and alone, with the same noise, as a resumed fit needs them."""
+        if not case.task.can_sample:
+            pytest.skip("the task does not draw labels")
+        count = batch_size(case.batch)
+
+        def drawn(rows: list[int], seed: int) -> list[Tensor]:
+            generator = torch.Generator().manual_seed(seed)
+
+            def noise(shape: Sequence[int]) -> Tensor:
+                return torch.rand((count, *shape), generator=generator, dtype=torch.float64)[rows]
+
+            batch = copy.deepcopy(take_rows(case.batch, rows))
+            return flatten_batch(case.task.sample_labels(ModelCall(case.model), batch, noise))[0]
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # what a task draws from torch's own generator differs from call to call
+            for seed in range(8):
+                together = drawn(list(range(count)), seed)
+                alone = zip(*(drawn([row], seed) for row in range(count)), strict=True)
+                for whole, parts in zip(together, alone, strict=True):
+                    found = torch.cat(parts)
+                    torch.testing.assert_close(found, whole, rtol=_RTOL, atol=_ATOL, equal_nan=True)
+
     def test_an_invalid_sample_is_named_when_run_eagerly_and_nan_under_vmap(
         self, case: ModelOutputCase
     ) -> None:
@@ -214,6 +248,14 @@ class ModelOutputTests:
 def _evaluate(case: ModelOutputCase, batch: Batch = None) -> OutputTerms:
     """Run the task eagerly on the case's batch or another one."""
     return case.task.evaluate(ModelCall(case.model), case.batch if batch is None else batch)
+
+
+def _check_gradients(task: AbstractModelOutput, case: ModelOutputCase, expected: Tensor) -> None:
+    """Assert that q * grad f of every sample is the gradient of ``expected``."""
+    terms = task.evaluate(ModelCall(case.model), case.batch)
+    for value, output, q in zip(expected, terms.output, terms.out_to_loss_grad, strict=True):
+        of_output = q * _gradient(output, case.model)
+        torch.testing.assert_close(of_output, _gradient(value, case.model), rtol=_RTOL, atol=_ATOL)
 
 
 def _gradient(value: Tensor, model: nn.Module) -> Tensor:
