@@ -65,7 +65,7 @@ class FeaturizeSummary:
     """Result of a call of :meth:`Attributor.featurize`."""
 
     checkpoints: tuple[str, ...]
-    """Names of the checkpoints, in order."""
+    """Names of the checkpoints in the store, in order: those of the calls that first featurized their weights."""
     rows_written: int
     """Rows featurized by this call, over all checkpoints."""
     rows_found: int
@@ -322,7 +322,6 @@ class Attributor:
         """
         rows = self._run.rows(data, "the train data", batch_size)
         labelled = {} if columns is None else columns_of(columns, len(rows), "columns")
-        names: list[str] = []
         written = 0
         once = isinstance(checkpoints, Iterator)
         appended_to = (lambda num_rows: rows.identity(num_rows=num_rows)) if append else None
@@ -339,12 +338,12 @@ class Attributor:
             with Stages.of(count, len(rows) + self._settings.num_fit_rows(len(rows))) as stages:
                 for checkpoint, wait in stages.each(each):
                     written += work.featurize(checkpoint, rows, wait=wait)
-                    names.append(checkpoint.name)
                 written += work.finish(rows)
-            if not names:
+            if not work.loaded:
                 raise InvalidInputError(
                     "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
                 )
+            names = work.names()
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
             # Equal weights are one checkpoint.
@@ -354,9 +353,9 @@ class Attributor:
             self._run.sources.append((checkpoints, checkpoint_loader))
         rows_found = len(names) * len(rows) - written
         logger.info(
-            "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, names
+            "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, list(names)
         )
-        return FeaturizeSummary(tuple(names), written, rows_found, others)
+        return FeaturizeSummary(names, written, rows_found, others)
 
     @contextmanager
     def capture(

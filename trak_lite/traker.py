@@ -37,7 +37,13 @@ from trak_lite.errors import (
     UnknownExperimentError,
     UnsupportedModelError,
 )
-from trak_lite.featurizing.cursor import SAMPLE_KEYS, Cursor, RowIndices, sample_keys
+from trak_lite.featurizing.cursor import (
+    SAMPLE_KEYS,
+    Cursor,
+    RowIndices,
+    refuse_other_targets,
+    sample_keys,
+)
 from trak_lite.featurizing.passes import RowPass
 from trak_lite.featurizing.rows import HostRows, RowWork
 from trak_lite.gradient_computers import (
@@ -359,6 +365,7 @@ class TRAKer:
         Raises:
             UnknownExperimentError: If there is no such experiment.
             StateError: If targets of an id are missing.
+            InvalidInputError: If the targets of two ids are other samples, or the same in another order.
             SingularKernelError: If all features of an id are zero.
         """
         self._require_open()
@@ -367,6 +374,7 @@ class TRAKer:
         store = self._workspace.store()
         train = [self._train_table(model_id) for model_id in ids]
         targets = [store.open_table(tables.target_path(exp_name, model_id)) for model_id in ids]
+        refuse_other_targets(exp_name, dict(zip(ids, targets, strict=True)))
         fingerprint = {
             "kernel": self._kernel.to_json(),
             "model_ids": ids,

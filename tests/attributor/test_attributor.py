@@ -209,6 +209,7 @@ def test_checkpoints_can_be_added_and_are_recognised_by_their_weights():
     assert (twice.rows_written, twice.rows_found, twice.other_checkpoints) == (0, 2 * N, 2)
     summary = made.featurize(TRAIN, checkpoints=[third, second, first])
     assert (summary.rows_written, summary.rows_found) == (0, 3 * N)
+    assert summary.checkpoints == ("0", "1", "0")  # as drop_checkpoint takes them, not places in this call
     assert made.score(TARGETS, name="three").settings["checkpoints"] == 3
     two = made.score(TARGETS, name="two", checkpoints=iter([first, second]))
     reference = attributor()

@@ -18,8 +18,7 @@ from trak_lite.errors import (
     PrecisionError,
     SingularKernelError,
 )
-from trak_lite.linalg.kernel import KernelSettings
-from trak_lite.methods import AbstractKernelMethod, GaussNewton, GradCos, GradDot
+from trak_lite.methods import TRAK, AbstractKernelMethod, GaussNewton, GradCos, GradDot
 
 QS = ("outside", "inside", "off")
 WEIGHTS = {"mean": None, "rates": (0.1, 0.02, 3.0), "base": (1.0, -1.0, 0.0)}
@@ -193,7 +192,7 @@ def test_without_damping_no_digits_are_lost_to_rows_of_nearly_one_direction(sett
 
         @property
         def kernel(self):
-            return KernelSettings(weighting="none", **{setting: 0.0})
+            return replace(TRAK().kernel, **{setting: 0.0})
 
     rows = cases.drawn()
     rows.train[..., 1] = rows.train[..., 0] + 1e-4 * rows.train[..., 1]

@@ -250,3 +250,19 @@ def test_errors_of_the_originals_parts_are_caught_as_there():
         task = package.modelout_functions.CLIPModelOutput(simulated_batch_size=2)
         with pytest.raises(AssertionError):
             task.get_output(model, {}, {}, image, text)
+
+
+def test_targets_of_two_model_ids_are_the_same_samples_in_the_same_order(tmp_path):
+    """The scores are means over model ids, target by target."""
+    traker = make_traker(tmp_path)
+    for number, weights in enumerate((FIRST, SECOND)):
+        traker.load_checkpoint(weights, model_id=number)
+        traker.featurize(train_batch(), num_samples=N)
+    traker.finalize_features()
+    batch = target_batch()
+    for number, (weights, order) in enumerate(((FIRST, range(M)), (SECOND, range(M - 1, -1, -1)))):
+        traker.start_scoring_checkpoint("shuffled", weights, number, M)
+        traker.score(tuple(values[list(order)] for values in batch), num_samples=M)
+    with pytest.raises(InvalidInputError, match=r"Targets \[0, 1, .*'shuffled' are other samples for model id 1"):
+        traker.finalize_scores("shuffled")
+    assert traker.finalize_scores("shuffled", model_ids=[0]).shape == (N, M)

@@ -6,7 +6,7 @@ Shapes: B samples of a batch.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -107,6 +107,20 @@ class Cursor:
                 "from one access to the next (augmentation, noise), switch the randomness off."
             )
         self._keys = all_keys
+
+
+def refuse_other_targets(exp_name: str, targets: Mapping[int, AbstractRowTable]) -> None:
+    """Raise if the complete targets of an experiment, by model id, are not the same samples in the same order."""
+    (first, table), *others = targets.items()
+    keys = table.read(SAMPLE_KEYS)
+    for model_id, other in others:
+        differing = np.flatnonzero(other.read(SAMPLE_KEYS) != keys).tolist()
+        if differing:
+            raise InvalidInputError(
+                f"Targets {differing[:5]} of experiment {exp_name!r} are other samples for model id {model_id} than "
+                f"for {first}. Scores are means over model ids: score the same targets in the same order for each "
+                "(no shuffling), under another exp_name."
+            )
 
 
 def sample_keys(batch: Batch) -> NDArray[np.float32]:

@@ -43,6 +43,12 @@ class TrainWork:
         self.loaded: list[str] = []
         """Digests of the weights that :meth:`featurize` loaded, in order."""
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the loaded checkpoints in the store: those of the call that first featurized each."""
+        store = self.session.store
+        tables = checkpoint_tables(store)
+        return tuple(store.attributes(table_path(tables[digest]))["name"] for digest in self.loaded)
+
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
         """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
 
