@@ -559,6 +559,19 @@ EXACT |= {
 }  # fmt: skip
 
 
+def dead_for_negative_numbers(s, x):
+    """Rows of positions, then samples; the units of a sample without a positive number have no gradient."""
+    hidden = s.a(x.transpose(0, 1).flatten(0, 1)).unflatten(0, x.shape[1::-1]).sum(0)
+    return s.c(hidden * x.amax((1, 2)).relu()[:, None])
+
+
+DEAD = -rows(1, 3).abs()
+EXACT |= {
+    "a first sample of dead units": net(dead_for_negative_numbers, torch.cat([DEAD, rows(4, 3)])),
+    "a first batch of dead units": net(dead_for_negative_numbers, DEAD, rows(4, 3)),
+}
+
+
 @pytest.mark.filterwarnings("ignore:This overload of:UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_rows_of_every_batch_equal_one_backward_pass_per_sample(case):

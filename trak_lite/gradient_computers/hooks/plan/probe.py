@@ -290,7 +290,10 @@ def describe(function: Any) -> str:
 
 
 def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> None:
-    """Check the batch axes with the gradient of each f; find the order of flattened axes."""
+    """Check the batch axes with the gradient of each f; find the order of flattened axes.
+
+    Where all gradients are zero (dead units), the order is unknown, and the rows of the operation are identified.
+    """
     batched = [
         (site, record)
         for site, record in zip(plan.sites, records, strict=True)
@@ -318,9 +321,11 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
                 orders[index] = [
                     axis for axis in orders[index] if not by_sample(values, axis, len(outputs))[others].any()
                 ]
-    for (site, _), possible in zip(batched, orders, strict=True):
+    for (site, _), possible, grad in zip(batched, orders, grads, strict=True):
         if not possible:
             raise mixed(site, "f of one sample depends on values of another sample")
+        if len(possible) > 1 and grad is not None:
+            site.routed = True
         if possible[0].multiple > 1 or not possible[0].sample_major:
             site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
         site.leaf_axes = tuple(_ordered(axis, possible[0]) for axis in site.leaf_axes)
