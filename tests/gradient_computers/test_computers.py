@@ -27,9 +27,10 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.methods import GradDot
-from trak_lite.modelout_functions import ModelCall, resolve_task
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall, resolve_task
 from trak_lite.store import ZarrFeatureStore
 from trak_lite.testing import GradientComputerTests, GradientRuleTests
+from trak_lite.types import OutputTerms
 
 Computer = Callable[..., AbstractGradientComputer]
 MARGIN = resolve_task("image_classification")
@@ -171,6 +172,33 @@ def test_the_parameters_that_are_asked_for_are_kept(computer, name, frozen, choi
     grads = collect_gradients(computer(model, MARGIN, grad_wrt=choice), batch)
     assert [p.requires_grad for p in model.parameters()] == flags
     assert_same(grads, by_loop(model, margin_of, batch, expected))
+
+
+def popping(call, batch):
+    weight = batch["labels"].pop("y") + 1.0
+    return call(batch.pop("x")).sin().sum(1) * weight
+
+
+class Popping(AbstractModelOutput):
+    def evaluate(self, model_call, batch):
+        output = popping(model_call, batch)
+        return OutputTerms(output, torch.ones_like(output).detach(), torch.zeros_like(output).detach())
+
+
+@pytest.mark.parametrize(
+    ("task", "computer"),
+    [(make, one) for make in (lambda: resolve_task(popping), Popping) for one in GRADIENT_COMPUTERS.values()]
+    + [(lambda: resolve_task(popping), OneByOne)],
+)
+def test_f_may_take_entries_out_of_its_batch(task, computer):
+    """Every pass over a batch, and every check of it, gets all of them, and the user's own batch keeps them."""
+    model, (x, y) = make()
+    batch = {"x": x, "labels": {"y": y}}
+    expected = by_loop(model, lambda call, part: call(part[0]).sin().sum(1) * (part[1] + 1.0), (x, y))
+    for _ in range(2):
+        assert_same(collect_gradients(computer(model, task()), batch), expected)
+    assert list(batch) == ["x", "labels"]
+    assert list(batch["labels"]) == ["y"]
 
 
 def network():

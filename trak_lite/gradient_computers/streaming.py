@@ -189,13 +189,14 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         device = next(self.model.parameters()).device.type
         state = self._state or StateBeforePass(tree.modules)
         always = self._calls_functions or call is not None
+        given = map_tensors(lambda tensor: tensor, batch)  # a task may take entries out of it
         state.restore(always)  # what the pass before has set, and read in its backward pass
         try:
             with (
                 torch.autocast(device, dtype) if dtype is not None else nullcontext(),
                 _private_buffers(tree),
             ):
-                terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), batch)
+                terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), given)
         finally:
             if self._state is None:
                 state.restore(always)

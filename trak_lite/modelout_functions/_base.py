@@ -298,7 +298,8 @@ class CallableModelOutput(AbstractModelOutput):
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
-        output = self.function(model_call, batch)
+        # The function may take entries out of its batch, which other passes need.
+        output = self.function(model_call, map_tensors(lambda tensor: tensor, batch))
         expected = (batch_size(batch),)
         if not isinstance(output, Tensor) or output.shape != expected:
             shape = output.shape if isinstance(output, Tensor) else ()
