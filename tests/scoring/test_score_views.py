@@ -202,6 +202,21 @@ def test_without_damping_no_digits_are_lost_to_rows_of_nearly_one_direction(sett
         close(found, expected, 2e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_a_singular_kernel_without_damping_that_rounding_makes_regular_is_told(dtype, caplog):
+    rows = cases.drawn(num_rows=200)
+    regular, damped = (cases.METHODS["TRAK"](damping=damping, layout="joint") for damping in (0.0, 0.01))
+    cases.scores_of(rows.attributor(dtype=dtype), rows.targets, method=regular).numpy()
+    rows.train[..., 4] = 0.7 * rows.train[..., 0] - 0.7 * rows.train[..., 2]
+    made = rows.attributor(dtype=dtype)
+    cases.scores_of(made, rows.targets, method=damped).numpy()
+    assert "rounding" not in caplog.text
+    cases.scores_of(made, rows.targets, method=regular).numpy()
+    assert caplog.text.count(f"singular but for the rounding of rows to {dtype}") == 1
+    with pytest.raises(SingularKernelError):
+        cases.scores_of(rows.attributor(), rows.targets, method=regular).numpy()
+
+
 def test_a_path_answers_for_one_target_and_for_the_best_rows(made):
     scores = cases.scores_of(made, cases.drawn().targets)
     path, some = scores.damping_path([0.1, 10]), scores.damping_path([0.1, 10], targets=slice(None, None, 2))

@@ -19,6 +19,7 @@ from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
+from trak_lite.featurizing.row_checks import STEPS
 from trak_lite.linalg.eigen import eigenpath_segments, precondition_path
 from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
@@ -69,7 +70,7 @@ class ScoreSource:
             self._grams = Grams(self.store, kernel, self.layout, self.device, method.fisher_fit)
         self._held: dict[str, list[SegmentKernel]] | None = None
         self._named: set[str] = set()
-        """Modules without a contribution that were named in the log."""
+        """Modules that were named in the log: without a contribution, or with nothing but rounding in a direction."""
 
     def hold_kernels(self, held: dict[str, list[SegmentKernel]]) -> None:
         """Use factorised kernels again, as long as those of all checkpoints take at most 2 GiB.
@@ -359,11 +360,22 @@ class ScoreSource:
         if self._held is not None and key in self._held:
             return self._held[key]
         kernels = grams.kernels(table)
-        pairs = zip(self.layout.segments, kernels, strict=True)
+        pairs = [*zip(self.layout.segments, kernels, strict=True)]
+        dtype = next(column.dtype for column in table.spec.columns if column.name == tables.FEATURES)
         lost = [segment.name for segment, kernel in pairs if not kernel.multiplier]
+        rounded = [s.name for s, kernel in pairs if grams.fisher is None and _is_rounded(kernel, dtype)]
+        if not self._named.issuperset(rounded):
+            self._named.update(rounded)
+            logger.warning(
+                "The kernel of module %s has no damping and, as that of a whole softmax layer, is singular but for the "
+                "rounding of rows to %s, which the scores %r amplify. Use damping=None (a share of the eigenvalues) "
+                "or fewer features; with rows in float32 (Attributor: dtype='float32') a singular kernel is refused.",
+                some_of(map(repr, rounded)),
+                dtype,
+                self.name,
+            )
         if not self._named.issuperset(lost):
             self._named.update(lost)
-            dtype = next(column.dtype for column in table.spec.columns if column.name == tables.FEATURES)
             logger.warning(
                 "The kernel of module %s is zero or beneath the smallest normal number%s: it contributes nothing to "
                 "the scores %r.",
@@ -384,3 +396,12 @@ def _are_of(targets: AbstractRowTable, train: AbstractRowTable, identity: Mappin
     there, weights = targets.spec.fingerprint, train.spec.fingerprint.get("weights")
     described = {"weights": there.get("weights"), "targets": there.get("targets", {})}
     return digest_of(described) == digest_of({"weights": weights, "targets": identity})
+
+
+def _is_rounded(kernel: SegmentKernel, dtype: str) -> bool:
+    """Whether a feature is a combination of others but for the rounding of rows to ``dtype``, without damping."""
+    if kernel.lambda_reg or dtype == "float32":  # whose rounding is that of a singular matrix
+        return False
+    rounding = 1 / STEPS[dtype] if dtype in STEPS else torch.finfo(getattr(torch, dtype)).eps
+    lengths = torch.linalg.vector_norm(kernel.factor, dim=1)  # roots of the diagonal of the kernel
+    return bool((kernel.factor.diagonal() < 2 * rounding * lengths).any())
