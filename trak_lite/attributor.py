@@ -343,7 +343,6 @@ class Attributor:
                 raise InvalidInputError(
                     "checkpoints is empty. Pass at least one, or leave it out to use the present weights of the model."
                 )
-            names = work.names()
             if labelled:
                 ranks.broadcast("the columns", lambda: store_columns(session.store, labelled))
             # Equal weights are one checkpoint.
@@ -351,11 +350,14 @@ class Attributor:
         self._run.train, self._run.last = rows, work.loaded
         if not once:
             self._run.sources.append((checkpoints, checkpoint_loader))
-        rows_found = len(names) * len(rows) - written
+        rows_found = len(work.names) * len(rows) - written
         logger.info(
-            "Featurized %d rows and found %d stored rows, for checkpoints %s.", written, rows_found, list(names)
+            "Featurized %d rows and found %d stored rows, for checkpoints %s.",
+            written,
+            rows_found,
+            work.names,
         )
-        return FeaturizeSummary(names, written, rows_found, others)
+        return FeaturizeSummary(tuple(work.names), written, rows_found, others)
 
     @contextmanager
     def capture(

@@ -263,6 +263,8 @@ def test_targets_of_two_model_ids_are_the_same_samples_in_the_same_order(tmp_pat
     for number, (weights, order) in enumerate(((FIRST, range(M)), (SECOND, range(M - 1, -1, -1)))):
         traker.start_scoring_checkpoint("shuffled", weights, number, M)
         traker.score(tuple(values[list(order)] for values in batch), num_samples=M)
-    with pytest.raises(InvalidInputError, match=r"Targets \[0, 1, .*'shuffled' are other samples for model id 1"):
+    with pytest.raises(
+        InvalidInputError, match=r"Targets \[0, 1, .*'shuffled' are other samples for model id 1"
+    ):
         traker.finalize_scores("shuffled")
     assert traker.finalize_scores("shuffled", model_ids=[0]).shape == (N, M)

@@ -42,12 +42,8 @@ class TrainWork:
         self._is_announced = False
         self.loaded: list[str] = []
         """Digests of the weights that :meth:`featurize` loaded, in order."""
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the loaded checkpoints in the store: those of the call that first featurized each."""
-        store = self.session.store
-        tables = checkpoint_tables(store)
-        return tuple(store.attributes(table_path(tables[digest]))["name"] for digest in self.loaded)
+        self.names: list[str] = []
+        """Names of their checkpoints in the store: those of the call that first featurized each."""
 
     def featurize(self, checkpoint: Checkpoint, rows: Rows, *, wait: bool) -> int:
         """Load a checkpoint and featurize its missing train rows; return the number of rows this process wrote.
@@ -64,6 +60,9 @@ class TrainWork:
         what = f"checkpoint {checkpoint.name!r} (digest of its weights)"
         session.ranks.agree(what, digest, wait=is_first)
         train_tables = checkpoint_tables(session.store) if session.workspace.exists else {}
+        known = train_tables.get(digest)
+        stored = {} if known is None else session.store.attributes(table_path(known))
+        self.names.append(stored.get("name", checkpoint.name))
         session.run.featurized.add(digest)
         session.refuse_replaced(
             checkpoint,

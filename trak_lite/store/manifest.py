@@ -143,7 +143,9 @@ def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> l
     left, right = _flatten(stored), _flatten(requested)
     keys = sorted(left.keys() | right.keys())
     values = ((key, left.get(key, "absent"), right.get(key, "absent")) for key in keys)
-    return [(key, there, here) for key, there, here in values if there != here]
+    differing = (one for one in values if one[1] != one[2])
+    # The kinds of a recipe's projectors were first stored with the digest of its file.
+    return [(key, there, here) for key, there, here in differing if module_name(str(there)) != here]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -153,8 +155,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         for key, item in value.items():
             flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
         return flat
-    # The kinds of a recipe's projectors were first stored with the digest of its file.
-    return {prefix: json.loads(module_name(canonical_json(value)))}
+    return {prefix: json.loads(canonical_json(value))}
 
 
 def _change(key: str, there: Any, here: Any) -> str:
