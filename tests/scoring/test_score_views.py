@@ -212,7 +212,7 @@ def test_a_singular_kernel_without_damping_that_rounding_makes_regular_is_told(d
     cases.scores_of(made, rows.targets, method=damped).numpy()
     assert "rounding" not in caplog.text
     cases.scores_of(made, rows.targets, method=regular).numpy()
-    assert caplog.text.count(f"singular but for the rounding of rows to {dtype}") == 1
+    assert caplog.text.count(f"no larger than the rounding of rows to {dtype}") == 1
     with pytest.raises(SingularKernelError):
         cases.scores_of(rows.attributor(), rows.targets, method=regular).numpy()
 

@@ -146,6 +146,8 @@ class StoreTests(ABC):
         with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 0 there, 1 here\.") as caught:
             self.create(path, Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": 1}}))
         assert "proj_dim" not in str(caught.value)
+        text = Manifest({"proj_dim": 3, "projector": {"kind": "rademacher", "seed": "0"}})
+        _raises(ManifestMismatchError, r"projector\.seed is 0 there, '0' here", self.create, path, text)
         _raises(InvalidInputError, "JSON", self.create, f"{path}-new", Manifest({"seed": float("nan")}))
 
     @pytest.mark.parametrize("ordered", [True, False])

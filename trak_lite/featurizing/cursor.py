@@ -118,8 +118,8 @@ def refuse_other_targets(exp_name: str, targets: Mapping[int, AbstractRowTable])
         if differing:
             raise InvalidInputError(
                 f"Targets {differing[:5]} of experiment {exp_name!r} are other samples for model id {model_id} than "
-                f"for {first}. Scores are means over model ids: score the same targets in the same order for each "
-                "(no shuffling), under another exp_name."
+                f"for {first}, or padded to other lengths. Scores are means over model ids: score the same batches of "
+                "targets for each (no shuffling, no augmentation), under another exp_name."
             )
 
 

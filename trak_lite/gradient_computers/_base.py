@@ -193,7 +193,9 @@ class AbstractGradientComputer(ABC):
             InvalidInputError: If the batch or the output function's result has the wrong form.
             UnsupportedModelError: If this computer cannot differentiate the model sample by sample.
         """
-        kept = {} if self.grad_wrt is None else select_parameters(self.model, self.grad_wrt)
+        chosen = {} if self.grad_wrt is None else select_parameters(self.model, self.grad_wrt)
+        # TRAKer names all parameters, and integers cannot require grad.
+        kept = {name: one for name, one in chosen.items() if one.is_floating_point() or one.is_complex()}
         with differentiating_only(kept.values(), kept):
             grads = self.compute_per_sample_grad(batch)
         for name, grad in (self._by_name(grads) if isinstance(grads, Tensor) else grads).items():

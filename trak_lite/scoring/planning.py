@@ -32,7 +32,7 @@ from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows
 from trak_lite.linalg.kernel import KernelSettings, factorise
-from trak_lite.linalg.products import score_block
+from trak_lite.linalg.products import product_dtype, score_block
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
@@ -329,13 +329,21 @@ def _scoring(
     if not num_targets:
         return Span(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
+    kernel, widest = method.kernel, max(segment.width for segment in layout.segments)
+    dtype = torch.float32
+    if kernel is not None:
+        rank = min(num_rows, widest)
+        dtype = (
+            wide
+            if kernel.lambda_reg is not None
+            else product_dtype([kernel.damping], widest, rank=rank, device=device)
+        )
     # no drawn numbers: the caller's generator stays
-    targets = torch.ones(num_targets, layout.width, dtype=torch.float32, device=device)
+    targets = torch.ones(num_targets, layout.width, dtype=dtype, device=device)
     at_once = min(_PRODUCT_ROWS, num_rows, settings.train_table(num_rows, {}).chunk_rows)
     rows = torch.ones(at_once, layout.width, device=device, dtype=torch.float16)
     total = _timed(score_block, rows, targets).times(num_rows / at_once)
-    held = targets.nbytes * 3 + 2 * at_once * (layout.width + num_targets) * 4
-    kernel = method.kernel
+    held = targets.nbytes * 3 + 2 * at_once * (layout.width + num_targets) * dtype.itemsize
     if kernel is None:
         return total, held
 

@@ -367,9 +367,9 @@ class ScoreSource:
         if not self._named.issuperset(rounded):
             self._named.update(rounded)
             logger.warning(
-                "The kernel of module %s has no damping and, as that of a whole softmax layer, is singular but for the "
-                "rounding of rows to %s, which the scores %r amplify. Use damping=None (a share of the eigenvalues) "
-                "or fewer features; with rows in float32 (Attributor: dtype='float32') a singular kernel is refused.",
+                "The kernel of module %s has no damping, and directions no larger than the rounding of rows to %s (as "
+                "that of a whole softmax layer, which is singular), which the scores %r amplify. Use damping=None (a "
+                "share of the eigenvalues), fewer features, or rows in float32 (Attributor: dtype='float32').",
                 some_of(map(repr, rounded)),
                 dtype,
                 self.name,

@@ -144,8 +144,12 @@ def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> l
     keys = sorted(left.keys() | right.keys())
     values = ((key, left.get(key, "absent"), right.get(key, "absent")) for key in keys)
     differing = (one for one in values if one[1] != one[2])
-    # The kinds of a recipe's projectors were first stored with the digest of its file.
-    return [(key, there, here) for key, there, here in differing if module_name(str(there)) != here]
+    return [(key, there, here) for key, there, here in differing if _without_digest(there) != here]
+
+
+def _without_digest(stored: Any) -> Any:
+    """Return a JSON value in which a recipe's module has its name; first the digest of the file was stored with it."""
+    return json.loads(module_name(canonical_json(stored)))
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -324,7 +324,7 @@ def _assign_owners(plan: Plan, records: Sequence[Record], outputs: Tensor) -> No
     for (site, _), possible, grad in zip(batched, orders, grads, strict=True):
         if not possible:
             raise mixed(site, "f of one sample depends on values of another sample")
-        if len(possible) > 1 and grad is not None:
+        if len(possible) > 1 and grad is not None and not grad.any():
             site.routed = True
         if possible[0].multiple > 1 or not possible[0].sample_major:
             site.output_axes = tuple(_ordered(axis, possible[0]) for axis in site.output_axes)
