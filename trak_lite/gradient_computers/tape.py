@@ -111,6 +111,10 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bytes_left = _MOST_HELD_BYTES
         self._refusal: str | None = None
         self._reading: _UnseenReads | None = None
+        self._collects = True
+        """Whether Python collected garbage by itself before the block."""
+        self._collections = 0
+        """Number of collections of garbage before the block."""
         self._ignores_reads = False
         self._num_inputs = len(inputs)
         for tensor in (*inputs, *outside):
@@ -122,23 +126,33 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # otherwise torch._dynamo is imported at the first operation
 
     def __enter__(self) -> Tape:
-        gc.freeze()  # so that gc.get_objects() is what this block makes, in whichever thread
+        self._collects = gc.isenabled()
+        gc.collect(0)
+        gc.disable()  # so that the youngest objects are what this block makes, in whichever thread
+        self._collections = _num_collections()
         self._reading = _UnseenReads(self)
         self._reading.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        assert self._reading is not None
-        self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._reading = None  # no cycle holds the tensors
-        young = set(map(id, gc.get_objects()))
-        constants = self._constants.items()
-        made = [tensor for number, tensor in constants if id(tensor) in young and self._is_unknown(number)]
-        if made:
-            gc.collect()  # graphs of autograd, which hold tensors as a traced module holds its own
-        gc.unfreeze()
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            assert self._reading is not None
+            self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
+            self._reading = None  # no cycle holds the tensors
+            young = set(map(id, gc.get_objects(generation=0)))
+            if _num_collections() > self._collections:
+                self.refuse("Python collects garbage in it, so that new objects cannot be told from old ones")
+            constants = self._constants.items()
+            made = [
+                tensor for number, tensor in constants if id(tensor) in young and self._is_unknown(number)
+            ]
+            if made:
+                gc.collect(0)  # graphs of autograd, which hold tensors as a traced module holds its own
+        finally:
+            if self._collects:
+                gc.enable()
         bases = [id(view._base) for view in self._held.values()]  # each holds the tensor once more
         if any(tensor._use_count() - bases.count(id(tensor)) == 1 for tensor in made):  # type: ignore[attr-defined]
             self.refuse("it reads a tensor that was made where operations are not seen, as in another thread")
@@ -344,6 +358,10 @@ class _UnseenReads(TorchFunctionMode):
             with self._tape.reads_ignored():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 def _lists_tensors(value: Any) -> bool:
