@@ -955,6 +955,19 @@ def test_the_kit_fails_for_another_q(change, in_the_pass):
         Kit().test_one_pass_gives_f_q_and_w_as_well()
 
 
+def test_the_kit_fails_for_a_computer_that_keeps_its_first_model():
+    class Stale(FunctionalGradientComputer):
+        def load_model_params(self, model):
+            """Ignore other models."""
+
+    class Kit(GradientComputerTests):
+        def make_computer(self, model, task):
+            return Stale(model, task)
+
+    with pytest.raises(AssertionError, match="differ by"):
+        Kit().test_later_calls_use_the_model_and_the_weights_that_were_loaded_last()
+
+
 class TestAUsersRule(GradientRuleTests):
     """A layer that torch cannot see into, with the rule that its author wrote."""
 

@@ -217,6 +217,15 @@ def test_a_method_that_writes_into_its_rows_changes_no_stored_row():
     np.testing.assert_array_equal(plain.numpy(), before)
 
 
+@pytest.mark.parametrize("name", ["transform", "transform_targets"])
+def test_a_method_that_returns_rows_of_another_shape_is_named(name):
+    kind = own(type("Halved", (GradDot,), {name: lambda self, rows, layout: rows[:, ::2]}))
+    made, data = attributor(), labelled(20)
+    made.featurize(data)
+    with pytest.raises(InvalidInputError, match=rf"Halved\.{name} returned the shape"):
+        made.score(data, method=kind(), dense=False).self_influence()
+
+
 def test_the_identity_of_ekfac_without_samples_is_that_of_stores_from_before_the_field():
     fields = {
         "q": "inside",

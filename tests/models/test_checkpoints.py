@@ -199,6 +199,8 @@ def files(tmp_path):
     for kind in ("pt", "safetensors"):
         (tmp_path / f"torn.{kind}").write_bytes((tmp_path / f"whole.{kind}").read_bytes()[:-40])
     (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "junk-1.pt").write_bytes(b"Gabc")
+    (tmp_path / "junk-2.pt").write_bytes(b"a.")
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "run", tmp_path / "run/checkpoint-10", tmp_path / "run/checkpoint-9"):
         folder.mkdir()
@@ -210,7 +212,7 @@ def files(tmp_path):
     return tmp_path
 
 
-UNREADABLE = ("evil.pt", "evil2.pt", "torn.pt", "torn.safetensors", "empty.pt")
+UNREADABLE = ("evil.pt", "evil2.pt", "torn.pt", "torn.safetensors", "empty.pt", "junk-1.pt", "junk-2.pt")
 REFUSED: list[tuple[Any, str]] = [
     *((name, rf"Cannot read the checkpoint .*{name}") for name in UNREADABLE),
     (

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,10 +61,14 @@ _UNREADABLE = (
     ValueError,
     RuntimeError,
     EOFError,
-    KeyError,
+    LookupError,
+    TypeError,
+    AssertionError,
+    struct.error,
     pickle.UnpicklingError,
     safetensors.SafetensorError,
 )
+"""What torch and safetensors raise for damaged files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.validate import positive_int
-from trak_lite.data.columns import Column, require_columns
+from trak_lite.data.columns import labels_of
 from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation.trials import Array, Trials, fewest_trials
@@ -101,11 +101,8 @@ def try_removals(
                 f"rows, got {budget}. Lower it, or pass a larger share."
             )
     labels = None
-    if isinstance(groups, str):
-        require_columns([groups], scores.columns)
-        labels = scores.columns[groups].places
-    elif groups is not None:
-        labels = Column.of(groups, num_rows, "The groups of train rows").places
+    if groups is not None:
+        labels = labels_of(groups, scores.columns, num_rows, "The groups of train rows").places
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:

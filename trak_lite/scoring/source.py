@@ -349,8 +349,9 @@ class ScoreSource:
         is_own = method.transforms_rows and method.name not in METHODS
         transformed = (transform or method.transform)(rows.clone() if is_own else rows, self.layout)
         if transformed.shape != rows.shape:
+            name = "transform" if transform is None else "transform_targets"
             raise InvalidInputError(
-                f"{method.name}.transform returned the shape {tuple(transformed.shape)} for rows {tuple(rows.shape)}. "
+                f"{method.name}.{name} returned the shape {tuple(transformed.shape)} for rows {tuple(rows.shape)}. "
                 "Return the same shape."
             )
         return transformed

@@ -72,6 +72,19 @@ class GradientComputerTests(ABC):
             assert not term.requires_grad
         torch.testing.assert_close(computer.compute_loss_grad(batch).reshape(-1), terms.out_to_loss_grad)
 
+    def test_later_calls_use_the_model_and_the_weights_that_were_loaded_last(self) -> None:
+        """Those of another model, and those that a checkpoint has written into its tensors since."""
+        other, batch = _network(), _images(3)
+        computer = self.make_computer(_network(), _TASK)
+        collect_gradients(computer, batch)
+
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.mul_(1.5)
+            computer.load_model_params(other)
+            _assert_same(collect_gradients(computer, batch), _by_loop(other, batch))
+
     def test_the_model_comes_back_as_it_was(self) -> None:
         """Weights, flags, mode, hooks and ``.grad`` are untouched."""
         model, batch = _network(), _images(3)
