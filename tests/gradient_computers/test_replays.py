@@ -489,6 +489,20 @@ def test_what_a_recording_cannot_see_runs_the_pass_and_the_log_says_why(build, c
         assert "it writes into a tensor" in caplog.text
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_recording_leaves_the_garbage_collector_as_it_was(enabled):
+    gc.freeze()
+    before = gc.get_freeze_count()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        _, run = replaying(REPLAYED["perceptron"])
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert run.passes < 10, "it was recorded"
+    assert gc.get_freeze_count() > 0.9 * before, "some of them are no longer used"
+
+
 READS = {
     "bool": lambda x: bool((x < 100).all()),
     "sign of a zero": lambda x: math.copysign(1.0, (0 * (100 - x.max())).item()) > 0,

@@ -349,7 +349,8 @@ def _busy_error(where: str, log_fd: int) -> BusyError:
     # The holder line in the log is unreliable: a new holder writes it late, and containers may share host and pid.
     if any(stage.holds(log_fd) for stage in list(_HELD)):
         return HeldHereError(
-            f"{where}: this process already writes them through another open store. Close that one first."
+            f"{where}: this process already writes them through another open store or attributor. Close it, or wait "
+            "until it is done."
         )
     return BusyError(
         f"{where}: another writer ({_holder(log_fd)}) holds them. "
