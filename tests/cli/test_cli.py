@@ -2,15 +2,15 @@
 
 import importlib
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cli_cases import RECIPE, done, functions, refused, scores, write_case
-from forked import start_script
+from forked import forkserver, start_script
 from store_cases import NAME, done_rows, flip, folder, make
 
 from trak_lite import __version__, cli
@@ -40,16 +40,23 @@ def test_the_exit_status_of_a_check_says_whether_there_is_damage(path, capsys):
     assert cli.main(["check", "--repair", path]) == 0
 
 
-def test_a_closed_pipe_ends_a_command_without_a_traceback(path):
-    """As of ``trak-lite check PATH | head -0``."""
+def check_into_a_closed_pipe(path, errors):
     reading, writing = os.pipe()
     os.close(reading)
-    try:
-        command = [sys.executable, "-m", "trak_lite", "check", path]
-        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
-    finally:
-        os.close(writing)
-    assert (ended.returncode, ended.stderr) == (141, b"")
+    os.dup2(writing, 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv = ["trak-lite", "check", path]
+    runpy.run_module("trak_lite", run_name="__main__")
+
+
+def test_a_closed_pipe_ends_a_command_without_a_traceback(path, tmp_path):
+    """As of ``trak-lite check PATH | head -0``."""
+    process = forkserver().Process(
+        target=check_into_a_closed_pipe, args=(str(path), str(tmp_path / "errors"))
+    )
+    process.start()
+    process.join()
+    assert (process.exitcode, (tmp_path / "errors").read_bytes()) == (141, b"")
 
 
 @pytest.mark.parametrize(
