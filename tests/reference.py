@@ -148,29 +148,6 @@ def kernel_scores(
     return np.mean([product * own[:, None] for product, own in zip(products, q, strict=True)], axis=0)
 
 
-def trak_scores(
-    train_gradients: Sequence[Array],
-    q: Sequence[Array],
-    target_gradients: Sequence[Array],
-    matrices: Sequence[Array],
-    *,
-    lambda_reg: float = 0.0,
-) -> Array:
-    """Score as release 0.3.2 of the original TRAK does.
-
-    One array per checkpoint: ``(N, P)``, ``(N,)``, ``(M, P)`` and the matrix ``(P, K)`` with unscaled entries
-    (the identity for the no-op projector). Returns ``(N, M)``.
-    """
-    products = []
-    for train, target, matrix in zip(train_gradients, target_gradients, matrices, strict=True):
-        root = np.sqrt(train.shape[1])
-        x, x_target = train @ matrix / root, target @ matrix / root
-        inverse = np.linalg.inv(x.T @ x + lambda_reg * np.eye(x.shape[1]))
-        inverse /= np.mean(np.abs(inverse))
-        products.append(x @ inverse @ x_target.T)
-    return np.mean(products, axis=0) * np.mean(q, axis=0)[:, None]
-
-
 def top_k(scores: Array, k: int, *, sign: str = "helpful") -> tuple[Array, Array]:
     """Return rows and scores ``(M, k)`` of the best train rows per target; of ties the lower row first."""
     order = np.argsort(-scores if sign == "helpful" else scores, axis=0, kind="stable")[:k]

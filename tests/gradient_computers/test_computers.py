@@ -1,7 +1,7 @@
 """Every gradient computer against a plain loop over autograd, one sample at a time, in float64."""
 
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from trak_lite.store import ZarrFeatureStore
 from trak_lite.testing import GradientComputerTests, GradientRuleTests
 from trak_lite.types import OutputTerms
 
-Computer = Callable[..., AbstractGradientComputer]
 MARGIN = resolve_task("image_classification")
 
 

@@ -835,57 +835,48 @@ def imports(s, x):
 
 def own(owner, name="factor"):
     """Return a function that gives an object or a class an attribute, or takes it away where the value is 1."""
-    return lambda value: (
-        delattr(owner, name)
-        if value == 1.0 and name in vars(owner)
-        else (None if value == 1.0 else setattr(owner, name, value))
-    )
+
+    def put(value):
+        if value != 1.0:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+    return put
 
 
+def sets(owner, name="factor"):
+    """Return a function that gives an object or a class another value of an attribute."""
+    return lambda value: setattr(owner, name, value)
+
+
+GLOBAL = functools.partial(operator.setitem, globals(), "FACTOR")
 OUTSIDE = {
     "an object in place of its class": (lambda s, x: OF_CLASS.factor, own(OF_CLASS)),
     "a class in place of its base": (lambda s, x: Shadowing.factor, own(Shadowing)),
-    "a part of an object": (lambda s, x: PARTS.part.factor, functools.partial(setattr, PARTS.part, "factor")),
-    "a default": (
-        lambda s, x, settings=SETTINGS: settings.factor,
-        functools.partial(setattr, SETTINGS, "factor"),
-    ),
-    "a default by name": (
-        lambda s, x, *, settings=SETTINGS: settings.factor,
-        functools.partial(setattr, SETTINGS, "factor"),
-    ),
-    "an argument of a partial function": (
-        functools.partial(by_settings, SETTINGS),
-        functools.partial(setattr, SETTINGS, "factor"),
-    ),
-    "an import": (imports, functools.partial(setattr, IMPORTED, "FACTOR")),
-    "an attribute of what is called": (
-        lambda s, x: CALLED(s, x),
-        functools.partial(setattr, CALLED, "factor"),
-    ),
+    "a part of an object": (lambda s, x: PARTS.part.factor, sets(PARTS.part)),
+    "a default": (lambda s, x, settings=SETTINGS: settings.factor, sets(SETTINGS)),
+    "a default by name": (lambda s, x, *, settings=SETTINGS: settings.factor, sets(SETTINGS)),
+    "an argument of a partial function": (functools.partial(by_settings, SETTINGS), sets(SETTINGS)),
+    "an import": (imports, sets(IMPORTED, "FACTOR")),
+    "an attribute of what is called": (lambda s, x: CALLED(s, x), sets(CALLED)),
     "a part of what is called": (lambda s, x: CALLED(s, x), own(CALLED.settings)),
-    "an attribute of the object of a method": (METHOD.method, functools.partial(setattr, METHOD, "factor")),
+    "an attribute of the object of a method": (METHOD.method, sets(METHOD)),
     "a part of the object of a method": (METHOD.method, own(METHOD.settings)),
-    "a global": (lambda s, x: FACTOR, lambda value: globals().update(FACTOR=value)),
-    "a class": (lambda s, x: Settings.factor, lambda value: setattr(Settings, "factor", value)),
-    "an object": (lambda s, x: SETTINGS.factor, lambda value: setattr(SETTINGS, "factor", value)),
+    "a global": (lambda s, x: FACTOR, GLOBAL),
+    "a class": (lambda s, x: Settings.factor, sets(Settings)),
+    "an object": (lambda s, x: SETTINGS.factor, sets(SETTINGS)),
     "the sign of a zero": (
         lambda s, x: 2.0 if math.copysign(1.0, ZERO.factor) < 0 else 1.0,
         lambda value: setattr(ZERO, "factor", value * (-0.0 if value == 2.0 else 0.0)),
     ),
-    "a context": (lambda s, x: OF_CONTEXT.get(), lambda value: OF_CONTEXT.set(value)),
+    "a context": (lambda s, x: OF_CONTEXT.get(), OF_CONTEXT.set),
     "a cell": of_a_cell(),
-    "a function inside": (
-        lambda s, x: sum(FACTOR for _ in range(1)),
-        lambda value: globals().update(FACTOR=value),
-    ),
-    "a base class": (lambda s, x: Derived.factor, lambda value: setattr(Settings, "factor", value)),
-    "an object that is called": (Reader(), lambda value: globals().update(FACTOR=value)),
-    "a partial function": (functools.partial(by_factor, 1.0), lambda value: globals().update(FACTOR=value)),
-    "arguments of a command": (
-        lambda s, x: ARGUMENTS.factor,
-        lambda value: setattr(ARGUMENTS, "factor", value),
-    ),
+    "a function inside": (lambda s, x: sum(FACTOR for _ in range(1)), GLOBAL),
+    "a base class": (lambda s, x: Derived.factor, sets(Settings)),
+    "an object that is called": (Reader(), GLOBAL),
+    "a partial function": (functools.partial(by_factor, 1.0), GLOBAL),
+    "arguments of a command": (lambda s, x: ARGUMENTS.factor, sets(ARGUMENTS)),
 }
 
 
