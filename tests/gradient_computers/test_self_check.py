@@ -487,6 +487,61 @@ def test_a_backward_pass_that_itself_differentiates_by_parameters_is_compared_as
         torch.testing.assert_close(found[key], value)
 
 
+class Reversible(torch.autograd.Function):
+    """Stores no graph, as RevTorch; the gradients of the parameters are a side effect of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer, ctx.x = layer, x.detach()
+        return x + layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return grad + x.grad, None
+
+
+@pytest.mark.parametrize("name", ["auto", *GRADIENT_COMPUTERS])
+def test_gradients_that_only_a_backward_pass_inside_knows_are_refused(name):
+    model = Model(
+        lambda s, x: s.last(Reversible.apply(s.first(x), s.layer)),
+        first=nn.Linear(4, 4),
+        layer=nn.Linear(4, 4),
+        last=nn.Linear(4, 3),
+    ).float()
+    before = [torch.ones_like(p) for p in model.parameters()]
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        parameter.grad = grad
+    made = attributor(model, name)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        made.featurize(TensorDataset(rows(3).float(), torch.arange(3)))
+    if name in ("auto", "iterative"):
+        assert "calls backward() inside" in str(refusal.value)
+        assert "layer.weight, layer.bias" in str(refusal.value)
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is grad
+        assert (grad == 1).all()
+
+
+def test_a_backward_pass_inside_the_forward_pass_is_no_part_of_the_gradients():
+    """As where forces are the derivatives of an energy."""
+
+    def forward(s, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            s.layer(x).square().sum().backward()
+        return s.last(x.grad.detach())
+
+    model = Model(forward, layer=nn.Linear(4, 4), last=nn.Linear(4, 3)).double()
+    batch = (rows(3),)
+    found = collect_gradients(IterativeGradientComputer(model, SQUARES), batch)
+    assert all(p.grad is None for p in model.parameters())
+    for name, expected in by_loop(model, squares, batch).items():
+        torch.testing.assert_close(found[name], expected)
+
+
 class Summed(torch.autograd.Function):
     """Adds a bias, whose gradient, a sum over many positions, one sample alone gets in less precision."""
 

@@ -89,7 +89,7 @@ class IterativeGradientComputer(AbstractStreamingComputer):
             terms = self.terms(one)
         grads = {}
         if terms.output.requires_grad:
-            with naming_graph_failures(type(self.model).__name__):
+            with naming_graph_failures(self.model):
                 derivatives = torch.autograd.grad(terms.output[0], list(kept.values()), allow_unused=True)
             grads = {name: g.to_dense() for name, g in zip(kept, derivatives, strict=True) if g is not None}
         else:

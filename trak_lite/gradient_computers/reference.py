@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 
 from trak_lite.core.devices import Float32Products, wide_dtype
 from trak_lite.core.eval_caches import attributes_kept
+from trak_lite.core.validate import some_of
 from trak_lite.errors import (
     MODEL_FAILURES,
     TrakLiteError,
@@ -90,7 +91,7 @@ def gradients_alone(
             if output.requires_grad:
                 handles.append(output.register_hook(begin))  # type: ignore[no-untyped-call]
                 handles += [p.register_hook(functools.partial(catch, name)) for name, p in kept.items()]  # type: ignore[no-untyped-call]
-                with naming_graph_failures(type(computer.model).__name__), _ContiguousArguments():  # type: ignore[no-untyped-call]
+                with naming_graph_failures(computer.model), _ContiguousArguments():  # type: ignore[no-untyped-call]
                     torch.autograd.grad(output, list(kept.values()), allow_unused=True)
     except (TrakLiteError, torch.OutOfMemoryError):
         raise
@@ -162,10 +163,26 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contextmanager
-def naming_graph_failures(model: str = "The model") -> Iterator[None]:
-    """Replace torch's errors about the graph of a backward pass by ones that name the cause."""
+def naming_graph_failures(module: nn.Module | None = None) -> Iterator[None]:
+    """Replace torch's errors about the graph of a backward pass by ones that name the cause.
+
+    With a module, also refuse a backward pass inside this one: ``autograd.grad`` does not return what it adds to
+    ``.grad``. The block is inside one of :func:`differentiating_only`.
+    """
+    model = "The model" if module is None else type(module).__name__
     try:
+        for parameter in () if module is None else module.parameters():
+            parameter.grad = (
+                None  # of a backward pass inside the forward pass, whose result autograd differentiates
+            )
         yield
+        filled = [] if module is None else [n for n, p in module.named_parameters() if p.grad is not None]
+        if filled:
+            raise UnsupportedModelError(
+                f"The backward pass of {model} calls backward() inside, as reversible layers do, and leaves the "
+                f"gradients of {some_of(filled)} in .grad, where those of one output cannot be read. Compute these "
+                "layers without their autograd.Function, which saves memory in training: the gradients are the same."
+            )
     except UnsupportedModelError:
         raise
     except RuntimeError as error:
