@@ -9,7 +9,7 @@ import store_cases as cases
 from late import Late
 from store_cases import MANIFEST, SPEC, copy_over, exchange, flip, open_remote, overwrite, raises, values
 
-from trak_lite.errors import CorruptStoreError, ManifestMismatchError
+from trak_lite.errors import CorruptStoreError
 from trak_lite.store import Manifest, TableSpec, ZarrFeatureStore, check_store, create_store, open_store
 
 zarr = Late("zarr")
@@ -279,26 +279,11 @@ def test_an_entry_that_the_store_has_not_written_is_refused(tmp_path, kind, chan
     assert check_store(place(own)).ok
 
 
-def test_entries_of_a_store_that_had_no_identifier_are_bound_by_a_repair(tmp_path):
-    """A store as an earlier version wrote it: no identifier, no mark, and entries of no store."""
-    path, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
-    for root, start in ((path, 0), (other, 1)):
-        with ZarrFeatureStore.create(root, Manifest({})) as store:
-            store.cache("verdicts/a", "key", np.arange(start, 4.0))
-        cases.edit(root / "zarr.json", lambda record: record.pop("id"))
-        (root / ".entries").mkdir()
-        shutil.copyfile(
-            root / ".cache/verdicts%a.safetensors", root / FILE
-        )  # the same bytes, bound to no store
-    with open_store(path) as store, pytest.raises(ManifestMismatchError, match="did not bind entries"):
-        store.entry("verdicts/a", "key")
-    assert "binds it" in str(check_store(path))
-    with cases.dying("entry_announced:1", lambda: None), pytest.raises(cases.Killed):
-        check_store(path, repair=True)
-    assert "binds it" in str(check_store(path))
-    assert check_store(path, repair=True).ok
-    with open_store(path) as store:
-        np.testing.assert_array_equal(store.entry("verdicts/a", "key"), np.arange(4.0))
-    copy_over(other / FILE, path / FILE)
-    with open_store(path) as store, pytest.raises(CorruptStoreError, match="another store"):
-        store.entry("verdicts/a", "key")
+def test_a_store_without_an_identifier_is_refused(tmp_path):
+    """It could not tell its entries from those of another store."""
+    path = tmp_path / "run.zarr"
+    ZarrFeatureStore.create(path, Manifest({})).close()
+    cases.edit(path / "zarr.json", lambda record: record.pop("id"))
+    with pytest.raises(CorruptStoreError, match="does not describe a trak_lite store"):
+        open_store(path)
+    assert not check_store(path).ok

@@ -232,13 +232,10 @@ class StoreLook(ABC):
             elif path == ENTRIES and name != _METADATA and entry_of(name) is None:
                 self._stray(f"{path}/{name}")
 
-    def store_entries(self) -> StoreEntries:
-        """Return the entries of the store, which may be any store's if its metadata is damaged."""
-        return StoreEntries(self._files, self.where, self.record, self._lock)
-
     def _check_entries(self) -> None:
         """Compare the entries with their marks and with the store."""
-        entries = self.store_entries()
+        store = None if self.record is None else self.record["id"]
+        entries = StoreEntries(self._files, self.where, store, self._lock)
         try:
             wrong = dict(entries.problems())
         except StoreError as error:
@@ -246,7 +243,7 @@ class StoreLook(ABC):
             return
         self.wrong_entries = list(wrong)
         for name, text in wrong.items():
-            self._damage(None, f"the entry {name!r} {text}", entries.remedy(text))
+            self._damage(None, f"the entry {name!r} {text}", entries.remedy)
 
     def _folder(self, path: str) -> None:
         record = read_record(self._get, path, where=self.where)
@@ -334,13 +331,12 @@ class DiskLook(StoreLook):
 
     def _repair_list(self) -> list[SetAside]:
         """Set aside damaged entries of the list of tables, those of lost tables and wrong arrays; return them."""
-        root, entries = self.where, self.store_entries()
-        tables = TableList(root)
+        root, tables = self.where, TableList(self.where)
         with named_errors("Repairing the list of tables in", root):
             if self.list_damaged:
                 tables.make()
             # Whether an entry belongs to the store is known only with the store's own metadata.
-            wrong = [] if self.record is None else [n for n in self.wrong_entries if not entries.bind(n)]
+            wrong = [] if self.record is None else self.wrong_entries
             aside = [*self.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
             if not aside:
                 return []

@@ -160,7 +160,7 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
             )
         )
     fingerprint, made_with = record.get("fingerprint"), record.get("made_with")
-    is_store = version == FORMAT and isinstance(record.get("origin"), str)
+    is_store = version == FORMAT and all(isinstance(record.get(key), str) for key in ("origin", "id"))
     if not is_store or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
         raise CorruptStoreError(
             f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "

@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final
@@ -38,7 +38,7 @@ from trak_lite.core.files import (
 )
 from trak_lite.core.folders import names_in
 from trak_lite.core.json_text import parse_json
-from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._names import path_parts
 from trak_lite.store.disk.documents import read_zarr_bytes
 from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
@@ -48,7 +48,6 @@ CACHE = ".cache"
 _LONGEST_HEAD = 4096
 """Maximum size in bytes of a file that is no array, and of the header from which an array's file size is read."""
 ENTRIES = ".entries"
-_UNBOUND: Final = "was written by a version of trak_lite that did not bind entries to their store"
 _NO_FILE: Final = "-"
 _MARK: Final = f"{ENTRIES}%"
 """Start of the name of a mark; no table has such a name."""
@@ -155,22 +154,16 @@ class StoreEntries:
     files: Files
     where: str
     """Path or address of the store, for messages."""
-    record: Mapping[str, Any] | None
-    """Record of the store; ``None`` accepts entries of any, because the metadata of the store is damaged."""
+    store: str | None
+    """Identifier of the store; ``None`` accepts entries of any, because the metadata of the store is damaged."""
     lock: Lock | None = None
     """Excludes other writers; an object store has no lock."""
-
-    @property
-    def store(self) -> str | None:
-        """Identifier of the store; the origin of one that was created without."""
-        return str(self.record.get("id", self.record["origin"])) if self.record else None
 
     def get(self, name: str, key: str) -> NDArray[Any] | None:
         """Return the entry with this name and key, or ``None``; raise if it is not what the store has written."""
         entry, wrong = self._read(name)
         if wrong is not None:
-            kind = ManifestMismatchError if wrong == _UNBOUND else CorruptStoreError
-            raise kind(f"The entry {name!r} of {self.where} {wrong}. What helps: {self.remedy(wrong)}.")
+            raise CorruptStoreError(f"The entry {name!r} of {self.where} {wrong}. What helps: {self.remedy}.")
         return entry.array if entry is not None and entry.key == key else None
 
     def put(self, name: str, key: str, array: NDArray[Any]) -> None:
@@ -198,14 +191,6 @@ class StoreEntries:
             failpoint("entry_removed")
             self.files.delete(mark)
 
-    def bind(self, name: str) -> bool:
-        """Take over an entry if it is not bound to a store; return whether the entry is sound now."""
-        entry, wrong = self._read(name)
-        if entry is not None and wrong == _UNBOUND:
-            self.put(name, entry.key, entry.array)
-            return True
-        return wrong is None
-
     def names(self) -> list[str]:
         """Return the names of all entries, sorted; also of those that were removed without the store."""
         files, marks = (
@@ -221,12 +206,11 @@ class StoreEntries:
             files | {name for name in marks - files if _NO_FILE not in (self._versions(name) or ())}
         )
 
-    def remedy(self, wrong: str) -> str:
-        """Return what to do about an entry."""
+    @property
+    def remedy(self) -> str:
+        """What to do about an entry that is wrong."""
         if self.lock is None:
             return f"restore its objects below {ENTRIES} and {TABLES}, or remove them, and store it again"
-        if wrong == _UNBOUND:
-            return "check_store(path, repair=True) binds it; before, make sure that it is no other store's"
         return f"restore {ENTRIES} and {TABLES}, or call check_store(path, repair=True), and store it again"
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -260,11 +244,7 @@ class StoreEntries:
             return None if _NO_FILE in allowed else "was removed, but not by the store"
         if entry is None:
             return "is damaged"
-        if not entry.bound:
-            is_old = "id" not in (self.record or {})  # created by a version that did not bind entries
-            # A mark that allows no file is that of a write that was killed before it replaced this entry.
-            return _UNBOUND if is_old and _NO_FILE in allowed else "belongs to another store"
-        if self.store not in (None, entry.bound[0]):
+        if not entry.bound or self.store not in (None, entry.bound[0]):
             return "belongs to another store"
         return None if entry.bound[1] in allowed else "is not the one that the store lists"
 

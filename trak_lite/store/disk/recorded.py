@@ -67,7 +67,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         self._manifest = manifest
         self._files = files
         self._cache = cache
-        self._entries = StoreEntries(files, where, record, lock)
+        self._entries = StoreEntries(files, where, record["id"], lock)
         self._writable = writable
         self._closed = False
         self._tables: dict[str, RowTable] = {}
