@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trak_lite.core.json_text import canonical_json, digest_of, module_name, parse_json
+from trak_lite.core.json_text import canonical_json, digest_of, parse_json
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
 
 FORMAT = 3
@@ -143,13 +143,7 @@ def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> l
     left, right = _flatten(stored), _flatten(requested)
     keys = sorted(left.keys() | right.keys())
     values = ((key, left.get(key, "absent"), right.get(key, "absent")) for key in keys)
-    differing = (one for one in values if one[1] != one[2])
-    return [(key, there, here) for key, there, here in differing if _without_digest(there) != here]
-
-
-def _without_digest(stored: Any) -> Any:
-    """Return a JSON value in which a recipe's module has its name; first the digest of the file was stored with it."""
-    return json.loads(module_name(canonical_json(stored)))
+    return [one for one in values if one[1] != one[2]]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
