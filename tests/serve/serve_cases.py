@@ -19,6 +19,9 @@ from trak_lite import cli
 from trak_lite.cli.configs import read_config
 from trak_lite.cli.records import last_record
 from trak_lite.cli.serving import pages_of
+from trak_lite.core.sealed import BLANK as BLANK
+from trak_lite.core.sealed import SEAL as SEAL
+from trak_lite.core.sealed import seal as seal
 from trak_lite.serve import marks as marks_module
 from trak_lite.serve.app import application
 from trak_lite.serve.pages import Pages

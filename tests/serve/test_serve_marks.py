@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from serve_cases import Mark, MarksFile, relabelling
+from serve_cases import BLANK, SEAL, Mark, MarksFile, relabelling, seal
 
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, StoreError
 
@@ -106,14 +106,16 @@ NO_MARKS = ["{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}
 
 @pytest.mark.quick
 def test_marks_of_other_rows_and_files_without_marks_are_refused_and_nothing_is_written(path):
-    unsealed = json.dumps({"format": 1, "dataset": DATASET, "marks": {"59": {"mark": "keep"}}})
-    path.write_text(unsealed)
-    assert marks(path).read() == {59: KEEP}
     marks(path).put(59, KEEP)
     sound = path.read_text()
-    wrong = [text.replace('"59"', json.dumps(row)) for row in WRONG_ROWS for text in (sound, unsealed)]
-    for content in [*NO_MARKS, *wrong]:
+    unsealed = sound.replace(json.loads(sound)[SEAL], BLANK)
+    for number, content in enumerate(
+        [*NO_MARKS, *(unsealed.replace('"59"', json.dumps(row)) for row in WRONG_ROWS)]
+    ):
         path.write_text(content)
+        if number >= len(NO_MARKS):
+            seal(str(path), "marks")
+            content = path.read_text()
         for call in (marks(path).read, lambda: marks(path).put(1, DROP)):
             with pytest.raises(CorruptStoreError, match="does not hold marks of train rows"):
                 call()

@@ -21,8 +21,6 @@ from trak_lite.store.manifest import compare_fingerprints
 
 MARKS: Final = ("keep", "flip", "drop")
 _FORMAT: Final = 2
-_UNSEALED: Final = 1
-"""Format of files without a checksum."""
 _SEALED_AS: Final = "marks"
 _LABEL_LENGTH: Final = 200
 _MOST_BYTES: Final = 1 << 26
@@ -74,8 +72,8 @@ class MarksFile:
         try:
             parsed = parse_json(content)
             marks = {_row(row, self._num_rows): Mark(**values) for row, values in parsed["marks"].items()}
-            one_of([str(_UNSEALED), str(_FORMAT)], format=str(parsed["format"]))
-            sealed_content(str(self.path), _SEALED_AS, required=parsed["format"] != _UNSEALED)
+            one_of([str(_FORMAT)], format=str(parsed["format"]))
+            sealed_content(str(self.path), _SEALED_AS)
             dataset = dict(parsed["dataset"])
         except (CorruptStoreError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptStoreError(
