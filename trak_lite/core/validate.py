@@ -100,15 +100,15 @@ def require_packages(*modules: str, extra: str) -> None:
             )
 
 
-def some_of(texts: Iterable[str]) -> str:
-    """Return texts as a list for a message: the first 10, and the number of the others.
+def some_of(items: Iterable[Any]) -> str:
+    """Return items as a list for a message: the first 10 as text, and the number of the others.
 
     Example:
-        >>> some_of(map(str, range(12)))
+        >>> some_of(range(12))
         '0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more'
     """
-    listed = list(texts)
-    return ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")
+    listed = list(items)
+    return ", ".join(map(str, listed[:10])) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")
 
 
 @contextlib.contextmanager

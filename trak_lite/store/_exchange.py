@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, printable
 from trak_lite.store._check_report import row_ranges
 from trak_lite.store._grid import flat_spec, shape_to_json
 from trak_lite.store._table import AbstractRowTable
-from trak_lite.store._values import short_list
 from trak_lite.store.manifest import differing_keys
 
 
@@ -66,7 +66,7 @@ def refuse_conflicts(path: str, ours: AbstractRowTable, theirs: AbstractRowTable
             conflicts += [row for rows in _differing_rows(ours, theirs, chunk) for row in rows]
     if conflicts:
         raise InvalidInputError(
-            f"{path}: rows {short_list(conflicts)} of {part} differ in their bytes from "
+            f"{path}: rows {some_of(conflicts)} of {part} differ in their bytes from "
             "the same rows of this store. Nothing was copied from that part. Compare how the two were made (versions, "
             "device, data), and leave one of them out."
         )

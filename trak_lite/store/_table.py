@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.json_text import canonical_json
+from trak_lite.core.validate import some_of
 from trak_lite.errors import IncompleteStoreError, InvalidInputError, ReadOnlyStoreError, StateError
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import shape_to_json
-from trak_lite.store._values import short_list
 
 
 class AbstractRowTable(ABC):
@@ -244,7 +244,7 @@ class AbstractRowTable(ABC):
     def _are_done(self, rows: Sequence[int] | NDArray[np.int64]) -> StateError:
         """Return the error for rows that are put again."""
         return StateError(
-            f"Rows {short_list(rows)} of {self._where} are done already. "
+            f"Rows {some_of(rows)} of {self._where} are done already. "
             "Put pending rows only; pending() lists them."
         )
 

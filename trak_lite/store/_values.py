@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import Run, contiguous_runs
@@ -54,17 +55,6 @@ def check_block(
         for run in contiguous_runs(int(ascending[start]), stop - start, spec.chunk_rows, offset=start)
     )
     return RowBlock(_by_chunk(runs), tuple(np.ascontiguousarray(array[order]) for array in arrays))
-
-
-def short_list(items: Sequence[Any] | NDArray[Any]) -> str:
-    """Return the first 10 items as text, followed by the total count if items were omitted.
-
-    Example:
-        >>> short_list(range(12))
-        '0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ... (12 in all)'
-    """
-    shown = ", ".join(str(item) for item in items[:10])
-    return shown if len(items) <= 10 else f"{shown}, ... ({len(items)} in all)"
 
 
 def _given_arrays(values: Mapping[str, NDArray[Any]], spec: TableSpec) -> list[NDArray[Any]]:
@@ -129,7 +119,7 @@ def _listed_rows(rows: Any, count: int) -> _Rows:
     distinct, times = np.unique(index, return_counts=True)
     if len(distinct) < count:
         raise InvalidInputError(
-            f"Rows are repeated in one put: {short_list(distinct[times > 1])}. Give each row once."
+            f"Rows are repeated in one put: {some_of(distinct[times > 1])}. Give each row once."
         )
     return index
 
@@ -152,13 +142,13 @@ def _raise_non_finite(
     finite_before = np.isfinite(array).reshape(len(array), -1).all(axis=1)
     if not finite_before.all():
         raise NonFiniteError(
-            f"{column.name} is NaN or infinite in rows {short_list(index[~finite_before])}. Nothing was written. "
+            f"{column.name} is NaN or infinite in rows {some_of(index[~finite_before])}. Nothing was written. "
             "If they are products of rows, these are too large for float32: multiply f by a constant."
         )
     overflown = ~np.isfinite(cast).reshape(len(cast), -1).all(axis=1)
     advice = " Use dtype float32." if column.dtype == "float16" else ""
     raise NonFiniteError(
-        f"{column.name} does not fit into {cast.dtype.name} in rows {short_list(index[overflown])}: the largest "
+        f"{column.name} does not fit into {cast.dtype.name} in rows {some_of(index[overflown])}: the largest "
         f"magnitude is {np.abs(array[overflown]).max():.4g}, the limit {float(np.finfo(cast.dtype).max):.4g}. "
         f"Nothing was written.{advice}"
     )

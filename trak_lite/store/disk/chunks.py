@@ -36,8 +36,8 @@ from trak_lite.core.files import (
     write_all,
 )
 from trak_lite.core.mapped import is_network, map_file
+from trak_lite.core.validate import some_of
 from trak_lite.errors import CorruptStoreError, IncompleteStoreError, StateError
-from trak_lite.store._values import short_list
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
 from trak_lite.store.disk.documents import identity_of
 from trak_lite.store.disk.records import CommitLog, CommitLogs, CommitRecord
@@ -277,13 +277,13 @@ class FolderChunks(PublishedChunks):
         outside = sorted(chunk for chunk in chunks if chunk >= self._files.num_chunks)
         if outside:
             raise CorruptStoreError(
-                f"{self._files.folder} holds files of the chunks {short_list(outside)}, but its "
+                f"{self._files.folder} holds files of the chunks {some_of(outside)}, but its "
                 f"{self._files.spec.num_rows} rows make {self._files.num_chunks} chunks. Remove those files."
             )
         unrecorded = sorted(chunk for chunk in chunks if chunk not in self._latest)
         if unrecorded:
             raise CorruptStoreError(
-                f"{self._files.folder} holds files of the chunks {short_list(unrecorded)} without a commit record: "
+                f"{self._files.folder} holds files of the chunks {some_of(unrecorded)} without a commit record: "
                 f"they were not written for this table, or a log in {self._files.commits} is damaged. "
                 f"{self.remedy(unrecorded[0])}"
             )
