@@ -9,13 +9,13 @@ resident set while a projector is created and runs once, in a separate process, 
 Time and memory of dense projections are proportional to p. They are measured on fewer entries (trak_lite's with
 proportionally less memory for its matrix) in the first two rounds, and scaled; ``scaled_from`` records this.
 
-``--threads 2`` compares wall time with one and with two threads. ``--factors`` measures both ways to sketch factors,
-beside the choice of the sketch's cost model, and fits the model's constants.
+``--factors`` measures both ways to sketch factors, beside the choice of the sketch's cost model, and fits the model's
+constants.
 
 Peers: traker 0.3.2, whose CPU default is ``BasicProjector`` normal (the default of the class is float32, that of
 ``TRAKer`` float16), and dattri 0.3.0 (CPU default: normal), created again for every batch as dattri does.
 
-Run:  python -m benchmarks.bench_projection [--large | --threads 2 | --factors] [--rounds 5] [--proj-dims 512 2048 8192]
+Run:  python -m benchmarks.bench_projection [--large | --factors] [--rounds 5] [--proj-dims 512 2048 8192]
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import measuring
-from benchmarks.measuring import cpu_seconds, memory_growth, run_worker, wall_seconds
+from benchmarks.measuring import cpu_seconds, memory_growth, run_worker
 from trak_lite.projectors import (
     AbstractProjector,
     CountSketchProjector,
@@ -294,65 +294,6 @@ def print_rows(rows: Mapping[str, Any], fails: Mapping[str, str], p: int, proj_d
         )
 
 
-# ---------------------------------------------------------------- several threads, wall clock
-
-
-def threaded_calls(inputs: Inputs, proj_dim: int) -> dict[str, Call]:
-    """Return the projection of each kind of input."""
-    return {
-        OURS: METHODS[OURS](inputs, proj_dim),
-        "countsketch, matrix": on_matrix(inputs, proj_dim),
-        "countsketch, factors T=64": on_factors(CountSketchProjector, 64)(inputs, proj_dim),
-    }
-
-
-def threads_worker(p: int, proj_dim: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Return wall milliseconds of every round, by kind of input and number of threads."""
-    inputs = Inputs.draw(p, p)
-    found: dict[str, Any] = {}
-    with torch.no_grad():
-        for name, call in threaded_calls(inputs, proj_dim).items():
-            ways = {"one thread": 1, f"{threads} threads": threads}
-            times: dict[str, list[float]] = {way: [] for way in ways}
-            for turn in range(rounds + 1):
-                for way, count in ways.items():
-                    torch.set_num_threads(count)
-                    seconds = wall_seconds(call)
-                    if turn:  # the first round starts threads and draws hash functions
-                        times[way].append(1e3 * seconds)
-            found[name] = times
-    return found
-
-
-def several_threads(p: int, proj_dims: list[int], rounds: int, threads: int) -> dict[str, Any]:
-    """Measure the ways to use threads for all K, print a table, and return the results."""
-    part: dict[str, Any] = {"batch": BATCH, "rounds": rounds, "clock": "wall", "proj_dims": {}}
-    print("| sketch | K | threads | median ms | shortest | longest | faster than one thread |")
-    print("|---|--:|---|--:|--:|--:|--:|")
-    for proj_dim in proj_dims:
-        found = run_worker(threads_worker, p, proj_dim, rounds, threads, threads=threads)
-        if "fails" in found:
-            raise RuntimeError(f"The worker of K = {proj_dim} failed: {found['fails']}")
-        rows: dict[str, Any] = {}
-        for name, times in found.items():
-            single = statistics.median(times["one thread"])
-            for way, values in times.items():
-                median = statistics.median(values)
-                row = {
-                    "median_ms": median,
-                    "range_ms": [min(values), max(values)],
-                    "speedup": single / median,
-                }
-                rows.setdefault(name, {})[way] = row
-                print(
-                    f"| {name} | {proj_dim} | {way} | {median:.1f} | {min(values):.1f} | {max(values):.1f} "
-                    f"| {single / median:.2f} |",
-                    flush=True,
-                )
-        part["proj_dims"][str(proj_dim)] = rows
-    return part
-
-
 # ---------------------------------------------------------------- the cost model of factors
 
 FACTORS = [
@@ -453,7 +394,6 @@ def main() -> None:
     """Run the requested measurements, print tables, write JSON."""
     parser = measuring.parser_of(__doc__, "projection.json")
     parser.add_argument("--large", action="store_true", help="10 million entries instead of 1 million")
-    parser.add_argument("--threads", type=int, default=1, help="wall time of the sketch on so many threads")
     parser.add_argument("--factors", action="store_true", help="both ways to sketch factors")
     parser.add_argument("--proj-dims", type=int, nargs="*", default=list(PROJ_DIMS))
     parser.add_argument("--rounds", type=int, default=5)
@@ -461,12 +401,6 @@ def main() -> None:
     p = 10**7 if args.large else 10**6
     if args.factors:
         parts = {"factors": factors(args.rounds)}
-    elif args.threads > 1:
-        parts = {
-            f"p={p:.0e}, {args.threads} threads": several_threads(
-                p, args.proj_dims, args.rounds, args.threads
-            )
-        }
     else:
         parts = {f"p={p:.0e}": one_thread(p, args.proj_dims, args.rounds)}
     measuring.save_parts(args.out, measuring.surroundings(), parts)

@@ -72,14 +72,13 @@ def _seconds(clock: Callable[[], float], function: Callable[[], Any], repeats: i
 
 
 def run_worker(
-    work: Callable[..., Any], *arguments: Any, threads: int = 1, environment: Mapping[str, str] | None = None
+    work: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run a function of a benchmark in a new process; a failure is a result too.
+    """Run a function of a benchmark on one thread of a new process; a failure is a result too.
 
     Args:
         work: A function of a module.
         *arguments: JSON values.
-        threads: Number of threads of OpenMP and MKL, and so of torch.
         environment: Additional environment variables.
 
     Returns:
@@ -87,7 +86,7 @@ def run_worker(
     """
     # A benchmark that is run with python -m has the name __main__.
     module = sys.modules[work.__module__].__spec__.name  # type: ignore[union-attr]
-    limits = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}
+    limits = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.measuring", module, work.__name__, json.dumps(arguments)],
         env={**os.environ, **limits, **(environment or {})},
@@ -153,7 +152,7 @@ def parser_of(doc: str | None, out: str | None = None) -> argparse.ArgumentParse
     return parser
 
 
-def surroundings(threads: int = 1, *, peers: bool = True) -> dict[str, Any]:
+def surroundings(*, peers: bool = True) -> dict[str, Any]:
     """Return the machine and the versions for which figures were measured, also those of the installed peers."""
     import torch
 
@@ -161,7 +160,7 @@ def surroundings(threads: int = 1, *, peers: bool = True) -> dict[str, Any]:
         "machine": platform.machine(),
         "processor": _processor(),
         "torch": torch.__version__,
-        "threads": threads,
+        "threads": 1,
     }
     if not peers:
         return here
