@@ -21,22 +21,18 @@ Run:  python -m benchmarks.bench_gradients [--models cnn ...] [--engines dense .
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import math
-import platform
 import statistics
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker
+from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite.gradient_computers import (
     FunctionalGradientComputer,
     HookGradientComputer,
@@ -362,24 +358,6 @@ def print_table(found: dict[str, dict[str, dict[str, Any]]], engines: list[str])
                 print(f"- {engine} on {name} fails: {figures['fails']}")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the peers that are installed."""
-    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
-    return {
-        name: installed[name] for name in ("traker", "opacus", "backpack-for-pytorch") if name in installed
-    }
-
-
-def save(found: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
-    """Write JSON; keep results of other models and engines that were measured in the same environment."""
-    here = {"machine": platform.machine(), "torch": torch.__version__, "threads": 1, "peers": versions()}
-    before = json.loads(path.read_text()) if path.exists() else {}
-    old = before["models"] if all(before.get(name) == value for name, value in here.items()) else {}
-    rows = {name: {**old.get(name, {}), **found.get(name, {})} for name in CASES if name in {**old, **found}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**here, "models": rows}, indent=1) + "\n")
-
-
 def main() -> None:
     """Measure every engine on every model, print a table, write JSON."""
     parser = parser_of(__doc__, "gradients.json")
@@ -395,7 +373,8 @@ def main() -> None:
             found[name][engine] = run_worker(worker, name, engine, 1 if engine in ONCE else args.rounds)
             print(name, engine, cell(found[name][engine]), file=sys.stderr, flush=True)
     print_table(found, args.engines)
-    save(found, args.out)
+    parts = {f"{name}, {engine}": row for name, rows in found.items() for engine, row in rows.items()}
+    save_parts(args.out, surroundings(), parts)
 
 
 if __name__ == "__main__":
