@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.measuring import (
     cpu_seconds,
+    file_system,
     memory_growth,
     parser_of,
     run_worker,
@@ -249,12 +250,6 @@ def run(part: str, *arguments: int) -> dict[str, Any]:
     if "fails" in figures:
         raise RuntimeError(f"{part} failed: {figures['fails']}")
     return figures
-
-
-def file_system(folder: str) -> str:
-    """Return the type of the file system that a folder is on."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    return max((len(point), kind) for point, kind in mounts if Path(folder).is_relative_to(point))[1]
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("faults", "store", "
 from campaign import KINDS, Broken, Campaign  # noqa: E402  (found through the line above)
 
 from benchmarks.fault_mounts import NEED_MOUNTS, may_mount  # noqa: E402
-from benchmarks.measuring import RESULTS, parser_of  # noqa: E402
+from benchmarks.measuring import RESULTS, file_system, parser_of  # noqa: E402
 
 KINDS.update(NEED_MOUNTS)
 ONCE = ("every_power_cut",)  # exhaustive: the same every time
@@ -98,12 +98,9 @@ def report(broken: Broken, options: argparse.Namespace) -> str:
 def surroundings(folder: str) -> dict[str, Any]:
     """Return the machine and the versions that the figures belong to."""
     packages = ("numpy", "zarr", "google-crc32c")
-    with open("/proc/mounts") as file:
-        mounts = [line.split()[1:3] for line in file]
-    kind = max((m for m in mounts if folder.startswith(m[0])), key=lambda mount: len(mount[0]))[1]
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "file system": kind,
+        "file system": file_system(folder),
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in packages},

@@ -66,6 +66,7 @@ from benchmarks.whole_path import (
     relative_errors,
     require,
     resumed,
+    slope,
     stored_table,
 )
 from trak_lite import Attributor, Rows, clip
@@ -240,24 +241,6 @@ def normalized(spec: Spec, gradients: Mapping[str, Array]) -> dict[str, Array]:
             factors = np.minimum(1.0, np.divide(limit, norms, out=np.ones_like(norms), where=norms > 0))
         found[name] = grad * factors.reshape(-1, *(1,) * (grad.ndim - 1))
     return found
-
-
-def slope(
-    model: nn.Module,
-    output: Callable[[nn.Module, Any], Tensor],
-    sample: Any,
-    direction: Mapping[str, Tensor],
-    step: float,
-) -> float:
-    """Return the central difference of f along a direction."""
-    named = dict(model.named_parameters())
-    values = []
-    with torch.no_grad():
-        for sign in (1.0, -2.0, 1.0):
-            for name, part in direction.items():
-                named[name].add_(part, alpha=sign * step)
-            values.append(float(output(model, sample).sum()))
-    return (values[0] - values[1]) / (2 * step)
 
 
 def arbitrated(

@@ -168,6 +168,12 @@ def surroundings(*, peers: bool = True) -> dict[str, Any]:
     return {**here, "peers": {name: installed[name] for name in PEERS if name in installed}}
 
 
+def file_system(folder: str) -> str:
+    """Return the type of the file system that a folder is on."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    return max((len(point), kind) for point, kind in mounts if Path(folder).is_relative_to(point))[1]
+
+
 def _processor() -> str:
     """Return the name of the processor."""
     path = Path("/proc/cpuinfo")

@@ -206,17 +206,26 @@ def computed_gradients(computer: AbstractGradientComputer, batch: Any) -> Array:
     return reference.flatten({name: grad.double().numpy() for name, grad in grads.items()})
 
 
-def slope(model: nn.Module, output: OutputFunction, sample: Any, direction: Array) -> float:
-    """Return the central difference of f along a direction over the parameters that require grad."""
-    kept = [p for p in model.parameters() if p.requires_grad]
-    parts = torch.from_numpy(direction).split([p.numel() for p in kept])
-    step, values = 1e-5, []
+def slope(
+    model: nn.Module, output: OutputFunction, sample: Any, direction: Mapping[str, Tensor], step: float = 1e-5
+) -> float:
+    """Return the central difference of f along a direction over parameters."""
+    named = dict(model.named_parameters())
+    values = []
     with torch.no_grad():
         for sign in (1.0, -2.0, 1.0):
-            for p, part in zip(kept, parts, strict=True):
-                p.add_(part.view_as(p), alpha=sign * step)
+            for name, part in direction.items():
+                named[name].add_(part, alpha=sign * step)
             values.append(float(output(model.train().eval(), sample).sum()))
     return (values[0] - values[1]) / (2 * step)
+
+
+def by_name(flat: Array, like: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the parts of one sample's flat gradient, by name and in the shapes of gradients ``(N, *shape)``."""
+    pieces = np.split(flat, np.cumsum([grad[0].size for grad in like.values()])[:-1])
+    return {
+        name: piece.reshape(grad.shape[1:]) for (name, grad), piece in zip(like.items(), pieces, strict=True)
+    }
 
 
 def check_float64_gradients(
@@ -245,14 +254,12 @@ def check_float64_gradients(
     for row in np.flatnonzero(is_doubtful) if dtype == torch.float64 else ():
         direction = found[row] - loop[row]
         direction /= np.linalg.norm(direction)
-        true = slope(precise, output, batch_in_float64(samples.batch([row])), direction)
+        parts = {name: torch.from_numpy(part) for name, part in by_name(direction, expected).items()}
+        true = slope(precise, output, batch_in_float64(samples.batch([row])), parts)
         if abs(true - found[row] @ direction) < 0.1 * abs(true - loop[row] @ direction):
             replaced += 1
-            start = 0
-            for grad in expected.values():
-                size = grad[row].size
-                grad[row] = found[row, start : start + size].reshape(grad[row].shape)
-                start += size
+            for name, part in by_name(found[row], expected).items():
+                expected[name][row] = part
     error = float(relative_errors(found, reference.flatten(expected)).max())
     require(error < tolerance, f"gradients of the {chosen.name} engine are off by {error:.2g} in {dtype}")
     return chosen.name, error, replaced
