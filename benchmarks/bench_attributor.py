@@ -41,10 +41,12 @@ from benchmarks.bench_featurize import Job, dataset, digit_batches
 from benchmarks.bench_gradients import margin
 from benchmarks.lds.data import digits
 from benchmarks.lds.language import pretrained_gpt, python_chunks
+from benchmarks.lds.peers import kronfluence_scores
 from benchmarks.lds.settings import SETTINGS
 from benchmarks.lds.truth import full_runs
 from benchmarks.measuring import ROOT, cpu_seconds, parser_of, run_worker
 from trak_lite import Attributor
+from trak_lite.modelout_functions import resolve_task
 
 CASES = {
     "digits-512": {"model": "digits_cnn", "proj_dim": 512, "rows": 512},
@@ -168,7 +170,7 @@ def whole_run(tool: str, problem: str, count: int) -> dict[str, Any]:
     model, states, train, targets = make(count)
     with tempfile.TemporaryDirectory() as folder:
         if tool == "kronfluence":
-            return {"cpu_s": cpu_seconds(lambda: _kronfluence(model, states, train, targets, folder))}
+            return {"cpu_s": cpu_seconds(lambda: _kronfluence(model, states, train, targets, name))}
         made = Attributor(model, name, f"{folder}/store", progress=False)
         unfitted = Attributor(model, name, f"{folder}/store", progress=False, method="GradDot")
         parts = {"rows_cpu_s": cpu_seconds(lambda: unfitted.featurize(train, checkpoints=states))}
@@ -183,52 +185,14 @@ def _kronfluence(
     states: list[dict[str, Tensor]],
     train: TensorDataset,
     targets: TensorDataset,
-    folder: str,
+    task: str,
 ) -> None:
     """Compute EK-FAC scores at every checkpoint, of images in batches of 256, which are faster than smaller ones."""
-    from kronfluence import Analyzer, FactorArguments, ScoreArguments, Task, prepare_model
-
-    class Output(Task):
-        def logits(self, batch: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
-            """Return logits ``(n, C)`` and labels ``(n,)``: of every image, or of every byte but the first."""
-            logits, labels = model(batch[0]), batch[1]
-            return (
-                (logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-                if labels.dim() == 2
-                else (logits, labels)
-            )
-
-        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            logits, labels = self.logits(batch, model)
-            if sample:
-                labels = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
-            return functional.cross_entropy(logits, labels, reduction="sum")
-
-        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            logits, labels = self.logits(batch, model)
-            if batch[1].dim() == 2:
-                return -functional.cross_entropy(logits, labels, reduction="sum")
-            labels = labels[:, None]
-            others = logits.scatter(1, labels, -torch.inf).logsumexp(1)
-            return (logits.gather(1, labels)[:, 0] - others).sum()
-
     size = 256 if train.tensors[1].dim() == 1 else 50
-    sizes = {"per_device_query_batch_size": size, "per_device_train_batch_size": size}
-    for number, state in enumerate(states):
-        task, own = Output(), copy.deepcopy(model)
+    for state in states:
+        own = copy.deepcopy(model)
         own.load_state_dict(state)
-        analyzer = Analyzer(
-            "run",
-            prepare_model(own, task),
-            task,
-            cpu=True,
-            disable_tqdm=True,
-            output_dir=f"{folder}/{number}",
-        )
-        arguments = FactorArguments(strategy="ekfac")
-        analyzer.fit_all_factors("factors", train, factor_args=arguments, per_device_batch_size=size)
-        damping = ScoreArguments(damping_factor=1e-8)
-        analyzer.compute_pairwise_scores("scores", "factors", targets, train, score_args=damping, **sizes)
+        kronfluence_scores(own, resolve_task(task), train, targets, size, 1e-8, strategy="ekfac")
 
 
 def compare_whole(problem: str, count: int, rounds: int, before: Path | None) -> dict[str, Any]:

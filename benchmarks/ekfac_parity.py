@@ -18,7 +18,6 @@ Run:  python -m benchmarks.ekfac_parity
 
 from __future__ import annotations
 
-import copy
 import logging
 import tempfile
 import warnings
@@ -31,6 +30,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import measuring
+from benchmarks.lds.peers import kronfluence_fit, kronfluence_scores
 from benchmarks.projection_quality import digits
 from trak_lite.featurizing.kronecker.curvature import (
     KroneckerCurvature,
@@ -41,7 +41,6 @@ from trak_lite.featurizing.kronecker.fit import fit_curvature
 from trak_lite.gradient_computers import HookGradientComputer
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import ImageClassificationModelOutput
-from trak_lite.modelout_functions._margins import class_margins
 from trak_lite.projectors import AbstractProjector, CountSketchProjector, NoOpProjector
 
 NUM_TRAIN, NUM_TARGETS, BATCH = 512, 64, 64
@@ -117,60 +116,14 @@ def our_scores(
     return q[:, None] * (rows @ features(model, *targets, preconditioned)[0].T)
 
 
-def margin_task() -> Any:
-    """Return the task in kronfluence's interface."""
-    from kronfluence import Task
-
-    class Margin(Task):
-        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            logits = model(batch[0])
-            labels = torch.multinomial(logits.detach().softmax(-1), 1).squeeze(1) if sample else batch[1]
-            return functional.cross_entropy(logits, labels, reduction="sum")
-
-        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return class_margins(model(batch[0]), batch[1]).sum()
-
-    return Margin()
-
-
-def their_fit(model: nn.Module, data: Pair, fisher: str, strategy: str, folder: str) -> Any:
-    """Return kronfluence's analyzer after fitting its factors."""
-    from kronfluence import Analyzer, FactorArguments, prepare_model
-
-    task = margin_task()
-    prepared = prepare_model(copy.deepcopy(model), task)
-    analyzer = Analyzer("parity", prepared, task, cpu=True, disable_tqdm=True, output_dir=folder)
-    analyzer.fit_all_factors(
-        "factors",
-        TensorDataset(*data),
-        factor_args=FactorArguments(strategy=strategy, use_empirical_fisher=fisher == "empirical"),
-        per_device_batch_size=BATCH,
-        overwrite_output_dir=True,
-    )
-    return analyzer
-
-
 def their_scores(
     model: nn.Module, data: Pair, targets: Pair, fisher: str, strategy: str, seed: int = 1
 ) -> Tensor:
-    """Return kronfluence's scores in the units and order of trak_lite."""
-    from kronfluence import ScoreArguments
-
+    """Return kronfluence's scores in the units of trak_lite, at its damping of 0.1 mean eigenvalues."""
     torch.manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        analyzer = their_fit(model, data, fisher, strategy, folder)
-        analyzer.compute_pairwise_scores(
-            "scores",
-            "factors",
-            TensorDataset(*targets),
-            TensorDataset(*data),
-            per_device_query_batch_size=len(targets[0]),
-            per_device_train_batch_size=BATCH,
-            score_args=ScoreArguments(damping_factor=None),  # 0.1 mean eigenvalues
-            overwrite_output_dir=True,
-        )
-        scores = analyzer.load_pairwise_scores("scores")
-    return -scores["all_modules"].T / len(data[0])
+    factors = {"strategy": strategy, "use_empirical_fisher": fisher == "empirical"}
+    sets = TensorDataset(*data), TensorDataset(*targets)
+    return kronfluence_scores(model, TASK, *sets, BATCH, None, **factors) / len(data[0])
 
 
 def pearson(ours: Tensor, theirs: Tensor) -> float:
@@ -214,7 +167,9 @@ def fit_cost(model: nn.Module, data: Pair) -> dict[str, float]:
     many = tuple(part.repeat(REPEATS, *[1] * (part.dim() - 1)) for part in data)
     plain = min(measuring.cpu_seconds(lambda: plain_pass(model, many)) for _ in range(3))
     with tempfile.TemporaryDirectory() as folder:
-        theirs = measuring.cpu_seconds(lambda: their_fit(model, many, "empirical", "ekfac", folder))
+        factors = {"strategy": "ekfac", "use_empirical_fisher": True}
+        rows = TensorDataset(*many)
+        theirs = measuring.cpu_seconds(lambda: kronfluence_fit(model, TASK, rows, BATCH, folder, **factors))
     ours = measuring.cpu_seconds(lambda: fitted(model, *many, "empirical", "ekfac"))
     drawn = measuring.cpu_seconds(lambda: fitted(model, *many, "sampled", "ekfac"))
     return {"ours": ours / plain, "ours, labels drawn": drawn / plain, "kronfluence": theirs / plain}

@@ -47,7 +47,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from benchmarks.lds.methods import BATCH, LOG_P, Attribution, Method, Problem
 from benchmarks.lds.settings import RowsGRU, RowsGRUInSteps
 from benchmarks.lds.training import losses
-from trak_lite.modelout_functions import ModelCall
+from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 
 PROJ_DIM = 512
 BLOCK_DIM = 4096
@@ -76,13 +76,13 @@ def loss_of(problem: Problem, model: nn.Module, weights: Any, sample: tuple[Tens
     return losses(functional_call(model, parameters, (inputs,)), labels).mean()
 
 
-def measured_from(problem: Problem, outputs: Tensor, labels: Tensor) -> Tensor:
+def measured_from(task: AbstractModelOutput, outputs: Tensor, labels: Tensor) -> Tensor:
     """Return f of every sample, ``(B,)``, from the model's outputs."""
 
     def call(*_: Any, **__: Any) -> Tensor:
         return outputs
 
-    return problem.measured().evaluate(call, (labels, labels)).output  # type: ignore[arg-type]
+    return task.evaluate(call, (labels, labels)).output  # type: ignore[arg-type]
 
 
 def averaged_over(
@@ -242,7 +242,7 @@ def dattri_blocks(problem: Problem, name: str, *, checkpoints: str = "final", **
 
     def of_one(model: nn.Module) -> Attribution:
         torch.manual_seed(0)
-        wrapped = _WithValue(model, partial(measured_from, problem)).eval()
+        wrapped = _WithValue(model, partial(measured_from, problem.measured())).eval()
         task = AttributionTask(loss, wrapped, wrapped.state_dict())
         rows, targets = (
             DataLoader(_Fields(part), batch_size=BATCH) for part in (problem.train, problem.targets)
@@ -260,44 +260,53 @@ def kronfluence(
     problem: Problem, *, checkpoints: str = "final", strategy: str = "ekfac", damping: float | None = 1e-8
 ) -> Attribution:
     """Return kronfluence's scores, averaged over checkpoints; damping ``None`` is its heuristic."""
-    return averaged_over(
-        problem, checkpoints, partial(_kronfluence_of_one, problem, strategy=strategy, damping=damping)
-    )
+
+    def of_one(model: nn.Module) -> Attribution:
+        torch.manual_seed(0)
+        factors = {"strategy": strategy, "has_shared_parameters": isinstance(model, RowsGRUInSteps)}
+        data = problem.train, problem.targets
+        scores = kronfluence_scores(model, problem.measured(), *data, BATCH, damping, **factors)
+        return Attribution(scores.numpy(), 1)
+
+    return averaged_over(problem, checkpoints, of_one)
 
 
-def _kronfluence_of_one(
-    problem: Problem, model: nn.Module, *, strategy: str, damping: float | None
-) -> Attribution:
-    from kronfluence import Analyzer, FactorArguments, ScoreArguments, prepare_model
+def kronfluence_scores(
+    model: nn.Module,
+    task: AbstractModelOutput,
+    train: TensorDataset,
+    targets: TensorDataset,
+    batch_size: int,
+    damping: float | None,
+    **factors: Any,
+) -> Tensor:
+    """Return kronfluence's scores ``(N, M)`` of the task's f; ``factors`` are its arguments of a fit."""
+    from kronfluence import ScoreArguments
 
-    torch.manual_seed(0)
-    task = _kronfluence_task(problem)
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare_model(copy.deepcopy(model), task)
-        analyzer = Analyzer("lds", prepared, task, cpu=True, disable_tqdm=True, output_dir=folder)
-        analyzer.fit_all_factors(
-            "factors",
-            problem.train,
-            factor_args=FactorArguments(
-                strategy=strategy, has_shared_parameters=isinstance(model, RowsGRUInSteps)
-            ),
-            per_device_batch_size=BATCH,
-        )
+        analyzer = kronfluence_fit(model, task, train, batch_size, folder, **factors)
         analyzer.compute_pairwise_scores(
             "scores",
             "factors",
-            problem.targets,
-            problem.train,
-            per_device_query_batch_size=BATCH,
-            per_device_train_batch_size=BATCH,
+            targets,
+            train,
+            per_device_query_batch_size=batch_size,
+            per_device_train_batch_size=batch_size,
             score_args=ScoreArguments(damping_factor=damping),
         )
-        scores = analyzer.load_pairwise_scores("scores")["all_modules"]
-    return Attribution(-scores.T.float().numpy(), 1)
+        return -analyzer.load_pairwise_scores("scores")["all_modules"].T.float()
 
 
-def _kronfluence_task(problem: Problem) -> Any:
-    from kronfluence import Task
+def kronfluence_fit(
+    model: nn.Module,
+    task: AbstractModelOutput,
+    train: TensorDataset,
+    batch_size: int,
+    folder: str,
+    **factors: Any,
+) -> Any:
+    """Return kronfluence's analyzer after fitting its factors."""
+    from kronfluence import Analyzer, FactorArguments, Task, prepare_model
 
     class Output(Task):
         def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
@@ -313,9 +322,14 @@ def _kronfluence_task(problem: Problem) -> Any:
             return losses(outputs, labels).sum()
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return measured_from(problem, model(batch[0]), batch[1]).sum()
+            return measured_from(task, model(batch[0]), batch[1]).sum()
 
-    return Output()
+    output = Output()
+    prepared = prepare_model(copy.deepcopy(model), output)
+    analyzer = Analyzer("run", prepared, output, cpu=True, disable_tqdm=True, output_dir=folder)
+    arguments = FactorArguments(**factors)
+    analyzer.fit_all_factors("factors", train, factor_args=arguments, per_device_batch_size=batch_size)
+    return analyzer
 
 
 def _last_linear(model: nn.Module) -> tuple[str, str]:
@@ -337,7 +351,7 @@ def captum_tracin(problem: Problem, *, checkpoints: str = "final", fast: bool = 
         return rates[int(number)]
 
     def minus_output(outputs: Tensor, labels: Tensor) -> Tensor:
-        return -measured_from(problem, outputs, labels)
+        return -measured_from(problem.measured(), outputs, labels)
 
     def summed(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda outputs, labels: function(outputs, labels).sum()
