@@ -54,6 +54,7 @@ from trak_lite.store.disk.documents import sealed
 
 MUST_BE_ZERO = ("written outside", "code", "silent", "tracebacks", "hangs")
 HANGS_AFTER = 60  # seconds of one case
+RECORDS = ("runs", "run records, format 1")
 SPEC = TableSpec(8, (Column("w", None, "float32"),), 4)
 OTHERS: tuple[Any, ...] = ("x", 7, -1, 1.5, 10**30, True, None, [], [[1], "x"], {}, {"a": {"b": [None]}})
 CODE = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "ctypes.dlopen"}
@@ -80,11 +81,11 @@ def make(path: str, seed: int) -> None:
             "recipe_digest": "0",
             "versions": {"torch": "2"},
         }
-        put_json(store, "runs", "run records, format 1", [record])
+        put_records(store, [record])
 
 
-def put_json(store: Any, name: str, key: str, value: Any) -> None:
-    store.put_entry(name, key, np.frombuffer(json.dumps(value).encode(), np.uint8).copy())
+def put_records(store: Any, records: Any) -> None:
+    store.put_entry(*RECORDS, np.frombuffer(json.dumps(records).encode(), np.uint8).copy())
 
 
 def training_data(seed: int) -> TensorDataset:
@@ -165,12 +166,12 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def outcomes(path: str, commands: dict[str, Callable[[str], Any]] = COMMANDS) -> dict[str, Any]:
+def outcomes(path: str) -> dict[str, Any]:
     """Run all commands; return for each what it found, the text of a trak_lite error, or a ``traceback``."""
     ran: list[str] = []
     sys.addaudithook(lambda event, _: ran.append(event) if event in CODE else None)
     found: dict[str, Any] = {}
-    for name, command in commands.items():
+    for name, command in COMMANDS.items():
         try:
             found[name] = ("found", command(path))
         except TrakLiteError as error:
@@ -299,14 +300,14 @@ def values(root: str, other: str) -> Iterator[Case]:
 
 def entry_values(root: str) -> Iterator[Case]:
     with open_store(root) as store:
-        record = json.loads(np.asarray(store.entry("runs", "run records, format 1")).tobytes())
+        record = json.loads(np.asarray(store.entry(*RECORDS)).tobytes())
     for node in nodes(record):
         for value in OTHERS:
             changed = replaced(record, node, value)
 
             def change(path: str, _: str, changed: Any = changed) -> None:
                 with open_store(path, "r+") as store:
-                    put_json(store, "runs", "run records, format 1", changed)
+                    put_records(store, changed)
 
             yield f"the record of a run, {'/'.join(map(str, node))} = {value!r}", change, True
 

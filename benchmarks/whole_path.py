@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from trak_lite.modelout_functions import resolve_task
 from trak_lite.report import write_report
 from trak_lite.store import ZarrFeatureStore
 
+if TYPE_CHECKING:
+    from benchmarks.architectures import Architecture
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import reference
@@ -40,6 +43,7 @@ import reference
 Array = np.ndarray
 OutputFunction = Callable[[nn.Module, Any], Tensor]
 
+TRAIN_ROWS, TARGETS, BATCH_SIZE = 4, 2, 2
 COLUMNS = ("features", "out_to_loss", "loss_curvature")
 GRADIENT_TOLERANCE = 1e-5
 """Of a sample's whole gradient, in float64: published models compute parts (norms, rotations) in float32 whatever
@@ -344,10 +348,10 @@ def stored_table(path: Path, table: str, columns: Sequence[str] = COLUMNS) -> di
         return {column: np.array(found.read(column)) for column in columns}
 
 
-def expected_rows(attributor: Attributor, gradients: Mapping[str, Array], model_id: int = 0) -> Array:
+def expected_rows(attributor: Attributor, gradients: Mapping[str, Array]) -> Array:
     """Project the loop's gradients, ``(N, K)``."""
     grads = {name: torch.from_numpy(grad) for name, grad in gradients.items()}
-    return attributor.projector.project(grads, model_id).double().numpy()
+    return attributor.projector.project(grads, 0).double().numpy()
 
 
 def check_rows(attributor: Attributor, path: Path, gradients: Mapping[str, Array], tolerance: float) -> float:
@@ -474,28 +478,14 @@ def check_same_bits(first: Path, second: Path, tables: Sequence[str], columns: S
 # --- All of it -------------------------------------------------------------------------------------------
 
 
-def run_whole_path(
-    build: Callable[[], nn.Module],
-    task: Any,
-    output: OutputFunction,
-    train: Samples,
-    targets: Samples,
-    folder: Path,
-    *,
-    batch_size: int = 2,
-    tokens: bool = False,
-    draws: bool = False,
-    briefly: bool = False,
-    row_tolerance: float = ROW_TOLERANCE["float16"],
-) -> dict[str, Any]:
-    """Take a model through the public path with default settings; return what was measured.
+def run_whole_path(entry: Architecture, folder: Path, *, briefly: bool = False) -> dict[str, Any]:
+    """Take an entry of the zoo through the public path with default settings; return what was measured.
 
-    ``build`` makes the same model at each call; ``train`` has more than one batch. With ``tokens`` scores can be told
-    apart by token; a model that ``draws`` random numbers in eval mode agrees with itself up to rounding alone.
-    ``briefly`` leaves out the figures of the report and the scores of the resumed run, for which a kernel would be
-    fitted once more.
+    A model that draws random numbers in eval mode agrees with itself up to rounding alone. ``briefly`` leaves out the
+    figures of the report and the scores of the resumed run, for which a kernel would be fitted once more.
     """
-    model = build()
+    model, task, output = entry.make(), entry.task, entry.output
+    train, targets = entry.samples(TRAIN_ROWS, 1), entry.samples(TARGETS, 2)
     dtype = precise_dtype(model, output, train)
     gradients = loop_gradients(model, output, train, dtype=dtype)
     require(
@@ -507,26 +497,28 @@ def run_whole_path(
     with torch.no_grad():  # models of transformers install hooks of their own in their first pass
         output(model.eval(), train.batch([0]))
     model.train()
-    with left_as_it_was(model, draws=draws):
+    with left_as_it_was(model, draws=entry.draws):
         attributor = Attributor(model, task, path)
-        attributor.featurize(Rows(train, batch_size=batch_size))
-        row_error = check_rows(attributor, path, gradients, row_tolerance)
-        scores = attributor.score(Rows(targets, batch_size=batch_size), name="targets")
+        attributor.featurize(Rows(train, batch_size=BATCH_SIZE))
+        row_error = check_rows(attributor, path, gradients, ROW_TOLERANCE["float16"])
+        scores = attributor.score(Rows(targets, batch_size=BATCH_SIZE), name="targets")
         score_error = check_scores(
             scores.numpy(), expected_scores(attributor, path, "targets/targets/ckpt-0")
         )
         check_top(scores)
         own = np.diag(expected_scores(attributor, path, "ckpt-0"))
         check_scores(scores.self_influence()[:, None], own[:, None], "self-influences")
-        rows = Rows(train, batch_size=batch_size)
+        rows = Rows(train, batch_size=BATCH_SIZE)
         streamed = attributor.stream_scores(rows, rows, method=GradDot(q="off"))
         whole = reference.flatten(gradients)
-        check_scores(streamed.numpy(), whole @ whole.T, "products of unprojected gradients", row_tolerance)
+        check_scores(
+            streamed.numpy(), whole @ whole.T, "products of unprojected gradients", ROW_TOLERANCE["float16"]
+        )
         page = write_report(
             scores, folder / "report.html", title="zoo", **({"figures": ()} if briefly else {})
         )
         require("</html>" in page.read_text(encoding="utf-8"), "the report is cut off")
-        if tokens:
+        if entry.tokens:
             by_token = token_scores(scores, train, rows=[0])[0]
             scale = np.abs(scores.numpy()).max()
             # A token's features are not rounded as stored rows are, which an inverse of small curvatures enlarges.
@@ -537,14 +529,15 @@ def run_whole_path(
             require(apart < 5e-3, f"token scores are {apart:.2g} off the row's score when they are added up")
     method = GradDot() if briefly else "auto"
     second = resumed(
-        lambda: Attributor(build(), task, again, method=method), train, again, batch_size=batch_size
+        lambda: Attributor(entry.make(), task, again, method=method), train, again, batch_size=BATCH_SIZE
     )
-    if not draws:
+    if not entry.draws:
         check_same_bits(path, again, ["ckpt-0"], COLUMNS)
     if not briefly:
-        repeated = second.score(Rows(targets, batch_size=batch_size), name="targets").numpy()
+        repeated = second.score(Rows(targets, batch_size=BATCH_SIZE), name="targets").numpy()
         require(
-            draws or scores.numpy().tobytes() == repeated.tobytes(), "scores are other bits after a resume"
+            entry.draws or scores.numpy().tobytes() == repeated.tobytes(),
+            "scores are other bits after a resume",
         )
     return {
         "engine": engine,

@@ -40,7 +40,7 @@ from benchmarks.architectures import CLASSES, Architecture, classifier, image
 from benchmarks.architectures.published import PUBLISHED
 from benchmarks.measuring import RESULTS, cpu_seconds, parser_of, surroundings
 from benchmarks.whole_path import (
-    Samples,
+    TRAIN_ROWS,
     Wrong,
     every_pass_recorded,
     gradients_by_precision,
@@ -53,7 +53,6 @@ from trak_lite.gradient_computers import HookGradientComputer, choose_gradient_c
 from trak_lite.modelout_functions import ModelCall, resolve_task
 from trak_lite.store import ZarrFeatureStore
 
-TRAIN_ROWS, TARGETS = 4, 2
 REPLAYED_ROWS = 22
 """In batches of two: three passes, a comparison, replays up to another comparison, and more."""
 NO_RULE_FOR_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
@@ -98,11 +97,10 @@ def timm_models() -> list[Architecture]:
     return found
 
 
-def cost_against_plain(model: torch.nn.Module, task: Any, samples: Samples, repeats: int = 3) -> float:
+def cost_against_plain(entry: Architecture) -> float:
     """Return the CPU time of all per-sample gradients, as a multiple of one plain forward and backward pass."""
-    model.eval()
-    resolved = resolve_task(task)
-    batch = samples.batch(range(len(samples)))
+    model, resolved = entry.make().eval(), resolve_task(entry.task)
+    batch = entry.samples(TRAIN_ROWS, 1).batch(range(TRAIN_ROWS))
     resolved.prepare(model)
     computer = choose_gradient_computer(model, resolved, batch).computer
     kept = [p for p in model.parameters() if p.requires_grad]
@@ -113,7 +111,7 @@ def cost_against_plain(model: torch.nn.Module, task: Any, samples: Samples, repe
 
     def seconds(function: Callable[[], Any]) -> float:
         function()
-        return min(cpu_seconds(function) for _ in range(repeats))
+        return min(cpu_seconds(function) for _ in range(3))
 
     return seconds(lambda: computer.stream_gradients(batch, lambda _: None)) / seconds(plain)
 
@@ -141,19 +139,9 @@ def all_architectures() -> dict[str, Architecture]:
 
 def whole_path(entry: Architecture) -> dict[str, Any]:
     """Return the figures of one architecture."""
-    train, targets = entry.samples(TRAIN_ROWS, 1), entry.samples(TARGETS, 2)
     with tempfile.TemporaryDirectory() as folder:
-        found = run_whole_path(
-            entry.make,
-            entry.task,
-            entry.output,
-            train,
-            targets,
-            Path(folder),
-            tokens=entry.tokens,
-            draws=entry.draws,
-        )
-    return {**found, "cost": cost_against_plain(entry.make(), entry.task, train)}
+        found = run_whole_path(entry, Path(folder))
+    return {**found, "cost": cost_against_plain(entry)}
 
 
 def gradients(entry: Architecture) -> dict[str, Any]:

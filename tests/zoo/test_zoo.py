@@ -73,17 +73,7 @@ def test_a_published_architecture_is_right_from_featurize_to_report(
             "trak_lite.gradient_computers.self_check.is_scheduled", lambda number: number % 64 == 0
         )
 
-    measured = run_whole_path(
-        entry.make,
-        entry.task,
-        entry.output,
-        entry.samples(4, 1),
-        entry.samples(2, 2),
-        tmp_path,
-        tokens=entry.tokens,
-        draws=entry.draws,
-        briefly=briefly,
-    )
+    measured = run_whole_path(entry, tmp_path, briefly=briefly)
 
     assert measured["engine"] == measured["engine in its own dtype"] == TABLE[name]["engine"]
     assert (measured["modules"] > 100) == (name in MORE_THAN_100)
