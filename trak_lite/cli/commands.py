@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, last_trained, recipe_columns, trained_states
 from trak_lite.cli.records import RunRecord, store_record_of_run
 from trak_lite.cli.stored import beside
-from trak_lite.core.folders import scratch_folder
+from trak_lite.core.folders import publish_folder, scratch_folder
 from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.data.columns import require_columns
 from trak_lite.data.datasets import Rows
@@ -167,10 +166,7 @@ class Job:
             note = os.path.join(scratch, _TRAINING)
             Path(note).write_text(json.dumps({SEAL: BLANK, "checkpoints": number, **trained_with}), "utf-8")
             seal(note, _TRAINING)
-            if _has_entries(folder):  # another process has written them
-                shutil.rmtree(scratch)
-            else:
-                os.replace(scratch, folder)
+            publish_folder(scratch, folder)  # or delete it, if another process was first
         return number
 
     def featurize(self) -> FeaturizeSummary:
