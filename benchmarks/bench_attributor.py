@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from benchmarks import models
@@ -129,13 +128,8 @@ def trained(count: int) -> tuple[nn.Module, list[dict[str, Tensor]], TensorDatas
     x, aims = flat @ axes, (targets.flatten(1) - train.flatten(1).mean(0)) @ axes
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(18, 48), _Block(48), _Block(48), nn.LayerNorm(48), nn.Linear(48, 10))
-    optimizer, states = torch.optim.AdamW(model.parameters(), 2e-3), []
-    for _ in range(count):
-        for rows in torch.randperm(len(x)).split(64):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(x[rows]), labels[rows]).backward()
-            optimizer.step()
-        states.append(copy.deepcopy(model.state_dict()))
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    states = models.train(model, x, labels, optimizer, epochs=count, batch_size=64)
     return model.eval(), states, TensorDataset(x, labels), TensorDataset(aims, theirs)
 
 

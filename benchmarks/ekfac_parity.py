@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import measuring
 from benchmarks.lds.peers import kronfluence_fit, kronfluence_scores
+from benchmarks.models import train
 from benchmarks.projection_quality import digits
 from trak_lite.featurizing.kronecker.curvature import (
     KroneckerCurvature,
@@ -65,15 +66,6 @@ def models() -> dict[str, nn.Module]:
         nn.Linear(512, 10),
     )
     return {"mlp": mlp, "cnn": cnn}
-
-
-def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int = 10) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(images)).split(BATCH):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(images[rows]), labels[rows]).backward()
-            optimizer.step()
 
 
 def fitted(
@@ -177,9 +169,10 @@ def fit_cost(model: nn.Module, data: Pair) -> dict[str, float]:
 
 def measured(model: nn.Module) -> dict[str, Any]:
     images, labels = digits()
-    train(model, images[:NUM_TRAIN], labels[:NUM_TRAIN])
-    model = model.eval()
     data = images[:NUM_TRAIN], labels[:NUM_TRAIN]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train(model, *data, optimizer, epochs=10, batch_size=BATCH)
+    model = model.eval()
     targets = images[NUM_TRAIN:][:NUM_TARGETS], labels[NUM_TRAIN:][:NUM_TARGETS]
     kinds = [(fisher, strategy) for fisher in ("empirical", "sampled") for strategy in ("ekfac", "kfac")]
     return {

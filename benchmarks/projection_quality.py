@@ -47,11 +47,7 @@ def trained(images: Tensor, labels: Tensor) -> nn.Module:
     torch.manual_seed(0)
     model = models.digits_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(EPOCHS):
-        for rows in torch.randperm(NUM_TRAIN).split(50):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
-            optimizer.step()
+    models.train(model, images[:NUM_TRAIN], labels[:NUM_TRAIN], optimizer, epochs=EPOCHS, batch_size=50)
     return model.eval()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks import measuring
+from benchmarks import measuring, models
 from trak_lite import Attributor, Scores
 from trak_lite.evaluation import spearman
 
@@ -52,16 +52,8 @@ def checkpoints_of(seed: int, train: TensorDataset) -> list[dict[str, Tensor]]:
     torch.manual_seed(seed)
     model = build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    images, labels = train.tensors
-    saved = []
-    for epoch in range(1, EPOCHS + 1):
-        for rows in torch.randperm(NUM_TRAIN).split(50):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
-            optimizer.step()
-        if epoch % SAVE_EVERY == 0:
-            saved.append({name: value.clone() for name, value in model.state_dict().items()})
-    return saved
+    states = models.train(model, *train.tensors, optimizer, epochs=EPOCHS, batch_size=50)
+    return states[SAVE_EVERY - 1 :: SAVE_EVERY]
 
 
 def correlations(here: np.ndarray, there: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks import measuring
+from benchmarks import measuring, models
 from trak_lite import Attributor, Rows, select, try_removals, what_if
 from trak_lite.evaluation import mislabel_detection
 
@@ -67,17 +67,11 @@ def build(data: TensorDataset) -> nn.Module:
 def train(data: TensorDataset, seed: int, rows: np.ndarray | None = None) -> tuple[nn.Module, list[State]]:
     """Train on some rows; return the model, and the weights that were kept."""
     torch.manual_seed(seed)
-    model, states = build(data), []
+    model = build(data)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=1e-4)
     inputs, labels = (tensor if rows is None else tensor[rows] for tensor in data.tensors)
-    for epoch in range(EPOCHS):
-        for batch in torch.randperm(len(labels)).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
-        if (epoch + 1) % (EPOCHS // KEPT) == 0:
-            states.append({key: value.clone() for key, value in model.state_dict().items()})
-    return model, states
+    states = models.train(model, inputs, labels, optimizer, epochs=EPOCHS, batch_size=64)
+    return model, states[EPOCHS // KEPT - 1 :: EPOCHS // KEPT]
 
 
 def cross_validated(data: TensorDataset, seed: int) -> np.ndarray:
