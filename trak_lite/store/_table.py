@@ -99,16 +99,18 @@ class AbstractRowTable(ABC):
     @property
     def num_chunks(self) -> int:
         """Number of chunks, committed or not."""
-        return -(-self.spec.num_rows // self.spec.chunk_rows)
+        spec = self.spec
+        return -(-spec.num_rows // spec.chunk_rows)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """Return the row range ``(start, stop)`` of a chunk, without ``stop``; InvalidInputError if there is none."""
-        if not 0 <= chunk < self.num_chunks:
+        spec, num_chunks = self.spec, self.num_chunks
+        if not 0 <= chunk < num_chunks:
             raise InvalidInputError(
-                f"There is no chunk {chunk}: the table has {self.num_chunks} chunks, counted from 0."
+                f"There is no chunk {chunk}: the table has {num_chunks} chunks, counted from 0."
             )
-        start = chunk * self.spec.chunk_rows
-        return start, min(start + self.spec.chunk_rows, self.spec.num_rows)
+        start = chunk * spec.chunk_rows
+        return start, min(start + spec.chunk_rows, spec.num_rows)
 
     def column(self, name: str) -> Column:
         """Return a column by name; InvalidInputError if there is none."""

@@ -140,7 +140,10 @@ def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         >>> differing_keys({"projector": {"seed": 0, "kind": "mask"}}, {"projector": {"seed": 1, "kind": "mask"}})
         [('projector.seed', 0, 1)]
     """
-    left, right = _flatten(stored), _flatten(requested)
+    texts = [canonical_json(dict(values)) for values in (stored, requested)]
+    if texts[0] == texts[1]:
+        return []
+    left, right = (_flatten(json.loads(text)) for text in texts)
     keys = sorted(left.keys() | right.keys())
     values = ((key, left.get(key, "absent"), right.get(key, "absent")) for key in keys)
     return [one for one in values if one[1] != one[2]]
@@ -148,12 +151,12 @@ def differing_keys(stored: Mapping[str, Any], requested: Mapping[str, Any]) -> l
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one with dotted keys, ``{"projector.seed": 0, ...}``."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, dict) and value:
         flat: dict[str, Any] = {}
         for key, item in value.items():
-            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else str(key)))
+            flat.update(_flatten(item, f"{prefix}.{key}" if prefix else key))
         return flat
-    return {prefix: json.loads(canonical_json(value))}
+    return {prefix: value}
 
 
 def _change(key: str, there: Any, here: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trak_lite.core.files import named_errors, read_file, write_file
+from trak_lite.core.files import write_file
 from trak_lite.core.json_text import canonical_json, digest_of, parse_json
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CorruptStoreError, ManifestMismatchError
@@ -30,7 +30,6 @@ DROPPED = "dropped"
 GROWS_TO = "grows_to"
 _NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
 """Keys of a table's record that may change without changing any row."""
-_MOST_BYTES = 64 << 20
 _RESTORE = "Restore the file from a backup, or use another path."
 
 
@@ -288,16 +287,6 @@ def read_record(get: Callable[[str], bytes | None], folder: str, *, where: str) 
     """Return the record in the ``zarr.json`` of a group, of a table, or (``""``) of the store; ``None`` without one."""
     document = read_document(get, folder, where=where)
     return None if document is None else own_attributes(document, f"{where}/{folder}".rstrip("/"))
-
-
-def read_zarr_bytes(folder: str) -> bytes | None:
-    """Return the bytes of the ``zarr.json`` of a folder, or ``None`` if there is none."""
-    path = os.path.join(folder, "zarr.json")
-    with named_errors("Reading", path):
-        try:
-            return read_file(path, most=_MOST_BYTES, remedy="Restore it from a backup, or use another path.")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
 
 def parse_zarr_json(text: bytes, path: str) -> dict[str, Any]:

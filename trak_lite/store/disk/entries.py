@@ -40,13 +40,13 @@ from trak_lite.core.folders import names_in
 from trak_lite.core.json_text import parse_json
 from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError
 from trak_lite.store._names import path_parts
-from trak_lite.store.disk.documents import read_zarr_bytes
 from trak_lite.store.disk.listing import TABLES, decode_entry, encode_entry, entry_name
 
 ARRAY_SUFFIX: Final = ".safetensors"
 CACHE = ".cache"
 _LONGEST_HEAD = 4096
 """Maximum size in bytes of a file that is no array, and of the header from which an array's file size is read."""
+_LONGEST_DOCUMENT = 64 << 20
 ENTRIES = ".entries"
 _NO_FILE: Final = "-"
 _MARK: Final = f"{ENTRIES}%"
@@ -271,11 +271,18 @@ class HiddenFiles:
     root: str
 
     def get(self, key: str) -> bytes | None:
-        """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size."""
+        """Return the content of a file, ``None`` if it is missing; empty if it is no plain file or of another size.
+
+        A ``zarr.json`` that is no plain file is a CorruptStoreError.
+        """
         path = f"{self.root}/{key}"
-        if os.path.basename(path) == "zarr.json":
-            return read_zarr_bytes(os.path.dirname(path))
         with named_errors("Reading", path):
+            if os.path.basename(path) == "zarr.json":
+                try:
+                    remedy = "Restore it from a backup, or use another path."
+                    return read_file(path, most=_LONGEST_DOCUMENT, remedy=remedy)
+                except (FileNotFoundError, NotADirectoryError):
+                    return None
             try:
                 size = file_size(path) or 0
                 if key.endswith(ARRAY_SUFFIX):
