@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 
 from trak_lite.data.batches import attributes_beside
-from trak_lite.gradient_computers.recording import Recording, version_of
+from trak_lite.gradient_computers.recording import Recording
 from trak_lite.gradient_computers.reference import CheckedComputer
 from trak_lite.gradient_computers.self_check import NamedRows, SelfCheck
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -67,11 +67,6 @@ class Pass(NamedTuple):
         """Memory of the batch."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    def is_due(self, kind: Kind) -> bool:
-        """Whether samples of it are compared on the schedule of the self-check."""
-        computer = self.computer
-        return computer.self_check and computer.checks.is_due(kind.structure, len(self.leaves[0]))
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Kind:
@@ -84,8 +79,6 @@ class Kind:
     seconds: float = float("inf")
     """Shortest pass after the first, whose plan has to be made."""
     recording: Recording | None = None
-    constants: Sequence[tuple[Tensor, int | None, int]] = ()
-    """Tensors that the recording takes to be unchanged, their versions and places; a training may change them."""
     graph: Callable[..., list[Tensor]] | None = None
     """Runs in place of the recording."""
     may_be_captured: bool = True
@@ -112,13 +105,6 @@ class Kind:
         """Compare no batch that was replayed so far."""
         self.uncompared = None
         self.rows.clear()
-
-    def has_other_constants(self) -> bool:
-        """Whether a tensor that the recording takes to be unchanged was written to or has another place."""
-        return any(
-            version_of(tensor) != version or tensor.data_ptr() != address
-            for tensor, version, address in self.constants
-        )
 
 
 def is_watched(device: torch.device) -> bool:

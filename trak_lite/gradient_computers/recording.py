@@ -105,6 +105,7 @@ class Recording:
         outputs: Sequence[int],
         own: Iterable[int],
         roots: Sequence[int],
+        steady: Iterable[Tensor],
     ) -> None:
         """Write the function that replays the steps; those whose results are ``fixed`` are left out.
 
@@ -115,6 +116,7 @@ class Recording:
             outputs: Numbers of the results.
             own: Numbers of those fixed tensors that only the recording holds.
             roots: For every number, that of the first tensor of the same memory.
+            steady: Tensors whose values replays take to be those of the recorded batch; a training may change them.
         """
         steps = [step for step in steps if not _is_done(step, fixed)]
         made = {*inputs, *fixed}
@@ -130,6 +132,7 @@ class Recording:
         """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
         self._steps, self._inputs, self._outputs = steps, [*inputs], outputs
         self._fixed, self._roots = fixed, roots
+        self._steady = [(tensor, version_of(tensor), tensor.data_ptr()) for tensor in steady]
         self._replay, self.constants = _compiled(steps, self._inputs, fixed, outputs)
         """The function, and the tensors that every replay reads or overwrites, beside its inputs."""
         self._before: list[tuple[weakref.ref[Tensor], int | None]] = []
@@ -156,6 +159,13 @@ class Recording:
             if 0 < len(unchanged) < len(inputs):
                 self._divide(unchanged)
             return self._replay(*inputs) if self._halves is None else self._halves(inputs, unchanged)
+
+    def is_outdated(self) -> bool:
+        """Whether a tensor that replays take to be unchanged was written to or has another place."""
+        return any(
+            version_of(tensor) != version or tensor.data_ptr() != address
+            for tensor, version, address in self._steady
+        )
 
     def _divide(self, unchanged: frozenset[int]) -> None:
         """Choose the halves; a set of inputs that has lost some waits for its second call, as at the next text."""

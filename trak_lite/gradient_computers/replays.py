@@ -33,7 +33,7 @@ from trak_lite.gradient_computers.batch_kinds import (
 from trak_lite.gradient_computers.comparison import rounding_of
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
-from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError, version_of
+from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
 from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
 from trak_lite.gradient_computers.tape import Tape
 from trak_lite.types import Batch
@@ -138,12 +138,13 @@ class Replays:
             kind.structure, kind.gap = computer.structure(batch)
             return self._recorded(kind, pass_, is_scratch)
         computer.checks.refuse_failed(kind.structure)
-        if kind.has_other_constants():
+        if kind.recording.is_outdated():
             kind.forget_replays()  # with other values, their pass would show nothing
             self._refuse(kind, computer, "a tensor that is no parameter, buffer or input has changed")
             return work()
-        due = pass_.is_due(kind) or kind.count - kind.compared >= kind.gap
-        if not kind.confirmed or due or (not computer.self_check and is_scheduled(kind.count)):
+        size, checks = len(leaves[0]), computer.checks
+        due = checks.is_due(kind.structure, size) if computer.self_check else is_scheduled(kind.count)
+        if not kind.confirmed or due or kind.count - kind.compared >= kind.gap:
             return self._compared(kind, pass_, work)
         if kind.uncompared is None and not self._has_room(pass_):
             return work()
@@ -151,9 +152,8 @@ class Replays:
         if results is None:
             return work()
         self._num_changes = 0
-        kind.rows += computer.checks.named
-        with computer.checks.batch(kind.structure, len(leaves[0]), ()):
-            kind.num_replayed += 1
+        kind.rows += checks.replayed(kind.structure, size)
+        kind.num_replayed += 1
         if kind.may_be_captured and kind.num_replayed >= _CAPTURED_AFTER:
             self._capture(kind, leaves, to_come)
         kind.uncompared = pass_
@@ -205,7 +205,9 @@ class Replays:
     def _settle(self, kind: Kind) -> None:
         """Compare the last replayed batch of a kind, if that was not done and a pass would be the same."""
         pass_, kind.uncompared = kind.uncompared, None
-        if pass_ is None or kind.has_other_constants() or is_watched(pass_.leaves[0].device):
+        if pass_ is None or kind.recording is None or kind.recording.is_outdated():
+            return
+        if is_watched(pass_.leaves[0].device):
             return
         if surroundings(pass_.leaves[0]) != kind.surroundings:
             return
@@ -287,7 +289,7 @@ class Replays:
         if not (kind.gap and computer.differentiates_the_model):
             self._refuse(kind, computer, "the model moves rows by their values")
             return work()
-        if pass_.is_due(kind):
+        if computer.self_check and computer.checks.is_due(kind.structure, len(leaves[0])):
             return work()
         model, task = computer.model, computer.modelout_fn
         outside = Outside() if self._outside is None else None
@@ -316,7 +318,6 @@ class Replays:
             )
         try:
             kind.recording = tape.finish(results)
-            kind.constants = [(one, version_of(one), one.data_ptr()) for one in tape.constants()]
         except UnrecordableError as error:
             self._refuse(kind, computer, str(error))
         else:

@@ -177,13 +177,7 @@ class SelfCheck:
         except UnsupportedModelError:
             self._rows = rows  # the batch may run again in another way
             raise
-        progress = self._progress.pop(structure, None) or _Progress()
-        # The trial of a few samples before the first batch does not count.
-        progress.num_batches = progress.num_batches + 1 if size <= progress.largest else 1
-        progress.largest = max(progress.largest, size)
-        self._progress[structure] = progress  # as the newest
-        if len(self._progress) > _MAX_STRUCTURES:
-            del self._progress[next(iter(self._progress))]
+        progress = self._counted(structure, size)
         if positions:
             progress.num_checks[size] = progress.num_checks.get(size, 0) + 1
             progress.checked_sizes.add(size)
@@ -191,6 +185,26 @@ class SelfCheck:
             self._unconfirmed.pop(structure, None)
         elif rows is not None:
             self._unconfirmed.setdefault(structure, []).append(rows)
+
+    def replayed(self, structure: Any, size: int) -> list[NamedRows]:
+        """Record a batch that was not streamed; return the data's name and its rows, if they are known."""
+        rows, self._rows = self._rows, None
+        self._counted(structure, size)
+        if rows is None:
+            return []
+        self._unconfirmed.setdefault(structure, []).append(rows)
+        return [rows]
+
+    def _counted(self, structure: Any, size: int) -> _Progress:
+        """Count a batch; return the state of its structure, as the newest."""
+        progress = self._progress.pop(structure, None) or _Progress()
+        # The trial of a few samples before the first batch does not count.
+        progress.num_batches = progress.num_batches + 1 if size <= progress.largest else 1
+        progress.largest = max(progress.largest, size)
+        self._progress[structure] = progress
+        if len(self._progress) > _MAX_STRUCTURES:
+            del self._progress[next(iter(self._progress))]
+        return progress
 
     def fail(self, error: SelfCheckError, structure: Any, suspected: _Rows) -> None:
         """Name the suspected rows in an error, and refuse all later batches in this state."""
@@ -205,11 +219,6 @@ class SelfCheck:
                 "The attribute rows of this error lists them; remove their stored rows before you continue.",
             )
         self._failed[structure[-1]] = str(error)
-
-    @property
-    def named(self) -> list[NamedRows]:
-        """The data's name and rows of the next batch, if they are known."""
-        return [] if self._rows is None else [self._rows]
 
     def suspected(self, more: Iterable[NamedRows] = ()) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all batches since the last check of their structure that passed, and ``more``."""

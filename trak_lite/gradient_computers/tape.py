@@ -290,12 +290,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in range(self._num_inputs):
             del fixed[number]
         intermediates = [n for n in fixed if n not in self._constants and self._roots[n] == n]
-        return Recording(self._steps, range(self._num_inputs), fixed, numbers, intermediates, self._roots)
-
-    def constants(self) -> list[Tensor]:
-        """Return the tensors from outside whose values replays take to be those of the recorded batch."""
         steady = [tensor for number, tensor in self._constants.items() if not self._varies[number]]
-        return [tensor for tensor in steady if not self._is_scratch(tensor)]
+        return Recording(
+            *(self._steps, range(self._num_inputs), fixed, numbers, intermediates, self._roots),
+            steady=[tensor for tensor in steady if not self._is_scratch(tensor)],
+        )
 
     def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:
         """Return the tensors that all replays share.
