@@ -64,6 +64,11 @@ _IDENTITY: Final[Any] = object.__eq__
 _SCALARS: Final = frozenset({bool, int, float, str, bytes, type(None)})
 
 
+def with_own_containers(batch: Batch) -> Batch:
+    """Return a batch whose containers are new, so that entries can be taken out of them; the tensors are the same."""
+    return map_tensors(lambda tensor: tensor, batch)
+
+
 def map_tensors(
     function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] = lambda value: value
 ) -> Batch:
@@ -252,14 +257,11 @@ def is_sized(value: Any) -> bool:
     return is_list or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
-def sized_values(batch: Batch) -> list[Any]:
-    """Return the lists, tuples and arrays of a batch that hold no tensors, in order."""
-    return list(filter(is_sized, _values(batch)))
-
-
-def parts_of(batch: Batch) -> list[Any]:
-    """Return the tensors with a sample axis, and the lists, tuples and arrays of a batch, each in order."""
-    return [*flatten_batch(batch)[0], *sized_values(batch)]
+def parts_of(batch: Batch) -> tuple[list[Tensor], list[Any]]:
+    """Return the tensors with a sample axis, and the lists, tuples and arrays without tensors, each in order."""
+    values = _values(batch)
+    leaves = [value for value in values if isinstance(value, Tensor) and value.dim()]
+    return leaves, list(filter(is_sized, values))
 
 
 def is_column(value: Any) -> bool:
@@ -269,7 +271,7 @@ def is_column(value: Any) -> bool:
 
 def columns_of(batch: Batch) -> list[Any]:
     """Return the columns of a batch beside its tensors, in order."""
-    return list(filter(is_column, sized_values(batch)))
+    return list(filter(is_column, _values(batch)))
 
 
 def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Batch]]:
@@ -277,7 +279,7 @@ def flatten_batch(batch: Batch) -> tuple[list[Tensor], Callable[[Sequence[Tensor
 
     Zero-dimensional tensors are not per sample; they are left out and kept by the rebuild.
     """
-    leaves = [value for value in _values(batch) if isinstance(value, Tensor) and value.dim()]
+    leaves, _ = parts_of(batch)
 
     def rebuild(tensors: Sequence[Tensor]) -> Batch:
         replacement = iter(tensors)
@@ -357,7 +359,7 @@ def _values(batch: Batch) -> list[Any]:
     changed = [tensor for tensor, version in versions if tensor._version != version]
     if changed:
         before = [tensor.clone() for tensor in changed]
-        map_tensors(lambda tensor: tensor, batch)
+        with_own_containers(batch)
         try:
             is_settled = all(map(is_equal, before, changed))
         except RuntimeError as error:  # vmap hides values; the batch was looked at before it

@@ -20,7 +20,7 @@ from trak_lite.data.batches import (
     is_sized,
     is_sparse,
     map_tensors,
-    sized_values,
+    parts_of,
 )
 from trak_lite.errors import InvalidInputError, refuse_signal
 from trak_lite.types import Batch
@@ -46,7 +46,7 @@ class ColumnMarks:
         Raises:
             InvalidInputError: If a tensor is sparse, all samples share one, or each sample has tensors of its own.
         """
-        leaves, sized = flatten_batch(batch)[0], sized_values(batch)
+        leaves, sized = parts_of(batch)
         sparse = next(filter(is_sparse, leaves), None)
         if sparse is not None:
             raise InvalidInputError(
@@ -60,9 +60,9 @@ class ColumnMarks:
         if self._places is None and size > 1:
             one = alone()
             if one is not None:
-                _refuse_shared(leaves, flatten_batch(one)[0])
+                _refuse_shared(leaves, parts_of(one)[0])
                 _refuse_lists(batch, one, size)
-            of_one = [] if one is None else sized_values(one)
+            of_one = [] if one is None else parts_of(one)[1]
             comparable = len(of_one) == len(sized)
             self._places = frozenset(
                 index

@@ -67,7 +67,7 @@ class Samples(Dataset[Any]):
         """Whether a batch of some samples has the entries of the samples collated alone in another order."""
         batches = [self._collated(samples), self._collated(samples, seed=1)]
         batches += [self._collated([sample]) for sample in samples]
-        parts = list(map(parts_of, batches))
+        parts = [[*leaves, *sized] for leaves, sized in map(parts_of, batches)]
         count = len(samples)
         if len({len(some) for some in parts}) > 1:  # a part is left out for some
             return False

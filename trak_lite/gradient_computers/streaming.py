@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trak_lite.core.devices import Float32Products
 from trak_lite.core.eval_caches import StateBeforePass
 from trak_lite.core.validate import one_of, positive_int
-from trak_lite.data.batches import batch_size, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, take_rows, with_own_containers
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
@@ -189,7 +189,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         device = next(self.model.parameters()).device.type
         state = self._state or StateBeforePass(tree.modules)
         always = self._calls_functions or call is not None
-        given = map_tensors(lambda tensor: tensor, batch)  # a task may take entries out of it
+        given = with_own_containers(batch)  # a task may take entries out of it
         state.restore(always)  # what the pass before has set, and read in its backward pass
         try:
             with (

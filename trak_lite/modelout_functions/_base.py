@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from trak_lite.core.devices import Float32Products, model_pass
 from trak_lite.core.eval_caches import drop_eval_caches, hooks_noted, own_forwards
-from trak_lite.data.batches import batch_size, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, map_tensors, take_rows, with_own_containers
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
 from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
@@ -299,7 +299,7 @@ class CallableModelOutput(AbstractModelOutput):
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:
         """Return f, q and w; see :meth:`AbstractModelOutput.evaluate`."""
         # The function may take entries out of its batch, which other passes need.
-        output = self.function(model_call, map_tensors(lambda tensor: tensor, batch))
+        output = self.function(model_call, with_own_containers(batch))
         expected = (batch_size(batch),)
         if not isinstance(output, Tensor) or output.shape != expected:
             shape = output.shape if isinstance(output, Tensor) else ()
