@@ -38,6 +38,7 @@ from trak_lite.featurizing.row_checks import (
     Values,
     naming_rows,
     refuse_the_row,
+    refusing_changes,
     rounding_of,
     some_rows,
 )
@@ -97,16 +98,16 @@ def compute_features(
         accumulator = projector.accumulator(
             batch_size(batch), model_id=model_id, parameters=computer.parameters
         )
-        if normalizer is None:
-            terms = computer.stream_gradients(batch, accumulator.add)
-            return [accumulator.features().detach(), *terms]
-        terms = normalizer.stream(computer, batch, accumulator.add)
-        return [normalizer.scale(accumulator.features().detach()), *terms, normalizer.norms()]
+        with deferring_checks(), refusing_changes(computer.model):
+            if normalizer is None:
+                terms = computer.stream_gradients(batch, accumulator.add)
+                return [accumulator.features().detach(), *terms]
+            terms = normalizer.stream(computer, batch, accumulator.add)
+            return [normalizer.scale(accumulator.features().detach()), *terms, normalizer.norms()]
 
     setting = (model_id, None if normalizer is None else normalizer.setting)
     with (
         float32_products(device, computer.float32_products),
-        deferring_checks(),
         naming_rows(computer.model, computer.modelout_fn, batch, rows, what),
     ):
         features, output, q, w, *norms = computer.run(batch, projector, setting, work, is_scratch, to_come)

@@ -109,13 +109,10 @@ def naming_rows(
     """Name the dataset's row in an error about a sample, and the tensors in an error of the model or the task.
 
     The model and the task run inside the block on a batch, whose samples are ``rows`` ``(B,)`` of the dataset ``what``.
-    It must not change parameters of the model.
     """
-    versions = {} if is_sharded(model) else parameter_versions(model)
     with _naming_undivided(batch):
         try:
             yield
-            refuse_changed_parameters(model, changed_parameters(model, versions))
         except InvalidInputError:
             refuse_the_row(model, task, batch, rows, what)
             raise
@@ -135,6 +132,14 @@ def naming_rows(
                 f"{failed} failed on a batch of {what} (rows {some_rows(rows)}) with tensors {shapes}: "
                 f"{type(error).__name__}: {first}. {advice}"
             ) from error
+
+
+@contextmanager
+def refusing_changes(model: nn.Module) -> Iterator[None]:
+    """Raise if a pass inside the block changes parameters of the model."""
+    versions = {} if is_sharded(model) else parameter_versions(model)
+    yield
+    refuse_changed_parameters(model, changed_parameters(model, versions))
 
 
 def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> tuple[str, str]:

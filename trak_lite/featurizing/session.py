@@ -22,7 +22,7 @@ from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.loading import Collate
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.passes import RowPass, compute_features
-from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
+from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows, refusing_changes
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
@@ -146,7 +146,7 @@ class Run:
         """Return a gradient computer with the model's present weights. The first batch of all may decide ``"auto"``."""
         settings = self.settings
         if not settings.computer_is_chosen:
-            with naming_rows(self.model, settings.task, batch, rows, what):
+            with naming_rows(self.model, settings.task, batch, rows, what), refusing_changes(self.model):
                 return settings.choose_computer(batch)
         computer = settings.computer()
         computer.load_model_params(self.model)
