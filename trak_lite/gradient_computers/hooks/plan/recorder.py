@@ -128,9 +128,11 @@ class Recorder(AbstractInterceptor):
             return func(*args, **kwargs)
         name = _name_of(func)
         inputs = tensors_of((args, kwargs))
-        call = _Call(name, func, by_name(_POSITIONS.get(name, _USUAL), args, kwargs), self._is_value_free)
-        moved = self._moved_sizes(call)
-        chooses, num_read = _chooses_by_value(call), _num_read(name, func, args, kwargs)
+        moved, chooses = tuple[int, ...](), name in _BY_VALUE
+        if name in _FINDERS or name in _CHOOSING_BY_ARGUMENTS:
+            call = _Call(name, func, by_name(_POSITIONS.get(name, _USUAL), args, kwargs), self._is_value_free)
+            moved, chooses = self._moved_sizes(call), _chooses_by_value(call)
+        num_read = _num_read(name, func, args, kwargs)
         value_free = self._is_made_of_sizes(name, inputs)
         reasons = set(self._taints_of(inputs))
         result = super().__torch_function__(func, types, args, kwargs)
@@ -296,6 +298,7 @@ def _names(text: str) -> frozenset[str]:
 _BY_VALUE = _names(
     "nonzero nonzero_static argwhere masked_select unique unique_consecutive unique_dim bincount"
 )
+_CHOOSING_BY_ARGUMENTS = _names("__getitem__ repeat_interleave where")
 _READING_METHODS = ("item", "tolist", "numpy", "__array__", "__int__", "__float__", "__bool__", "__index__")
 _READING_OUT = frozenset(getattr(Tensor, name) for name in _READING_METHODS)
 _FACTORIES = _names("arange zeros ones empty full eye tril_indices triu_indices rand randn")
@@ -310,14 +313,14 @@ _WRITING_AT = _names("index_add index_copy index_fill index_reduce scatter scatt
 
 
 def _chooses_by_value(call: _Call) -> bool:
-    """Whether the shape of an operation's result depends on values, so that its rows may belong to any sample."""
-    name, args = call.name, call.args
-    if name == "__getitem__":
+    """Whether the arguments let the shape of a result depend on values, so that its rows may belong to any sample."""
+    args = call.args
+    if call.name == "__getitem__":
         parts = _parts_of(args["indices"])
         return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
-    if name == "repeat_interleave":  # of an input, or of the numbers of repetitions alone
+    if call.name == "repeat_interleave":  # of an input, or of the numbers of repetitions alone
         return isinstance(args.get("repeats", args.get("input")), Tensor)
-    return name in _BY_VALUE or (name == "where" and len(args) == 1)
+    return call.name == "where" and len(args) == 1
 
 
 def _num_read(name: str, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
