@@ -74,11 +74,13 @@ class RandomState:
 def restoring_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     """Restore the random states of a model's devices after the block; inside it they start from ``seed``, if given."""
     before = RandomState.of(model.parameters())
-    with before.replayed():
+    try:
         if seed is not None:
             for device in before.states:
                 seed_rng(device, seed)
         yield
+    finally:
+        before._set()
 
 
 def draws_numbers(computer: CheckedComputer, batch: Batch) -> bool:
