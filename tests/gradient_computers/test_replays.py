@@ -416,7 +416,7 @@ class Run:
 
     def __call__(self, batch):
         work = functools.partial(self.work, batch)
-        return self.computer.run(batch, self.computer.model, (), work, lambda _: False, self.to_come)
+        return self.computer.run(batch, self.computer.model, (), work, self.to_come)
 
     def work(self, batch):
         self.passes += 1
@@ -1240,7 +1240,7 @@ def test_a_tensor_that_stands_twice_in_a_batch_runs_the_pass():
     one, other = (computer(model, task) for computer in (HookGradientComputer, IterativeGradientComputer))
     for x, _ in batches(8):
         work = lambda x=x: list(collect_gradients(one, (x, x)).values())  # noqa: E731
-        found = one.run((x, x), model, (), work, lambda _: False, math.inf)
+        found = one.run((x, x), model, (), work, math.inf)
         for grad, expected in zip(found, collect_gradients(other, (x, x)).values(), strict=True):
             torch.testing.assert_close(grad, expected)
 
@@ -1299,7 +1299,7 @@ def test_what_differs_in_no_value_or_shape_is_another_kind_of_batch(make, factor
 
     for number, (x, _) in enumerate(batches(24)):
         batch = make(x, number >= 12)
-        found = one.run(batch, model, (), lambda batch=batch: work(batch), lambda _: False, math.inf)
+        found = one.run(batch, model, (), lambda batch=batch: work(batch), math.inf)
         expected = collect_gradients(other, batch)
         for grad, value in zip(found, expected.values(), strict=True):
             torch.testing.assert_close(grad, value)
@@ -1343,7 +1343,7 @@ def test_recordings_end_with_the_projector():
 
     for batch in batches(12):
         of_batch = functools.partial(work, projector)
-        run.computer.run(batch, projector, (), of_batch, lambda _: False, math.inf)
+        run.computer.run(batch, projector, (), of_batch, math.inf)
     run.computer.confirm(complete=False)  # as after a loop that was not finished
     del projector, of_batch
     assert matrix() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, final
@@ -17,6 +18,13 @@ from torch.utils.data import get_worker_info
 
 Float32Products: TypeAlias = Literal["ieee", "tf32"]
 """How float32 products are computed: in full precision, or with factors rounded to 10 bits of mantissa (TF32)."""
+SCRATCH: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+"""Memory that passes write to and nobody reads later: it holds no values from one batch to the next."""
+
+
+def is_scratch(tensor: Tensor) -> bool:
+    """Whether a tensor is in scratch memory, to which replays may write too."""
+    return tensor.untyped_storage() in SCRATCH
 
 
 @functools.cache

@@ -51,7 +51,6 @@ from trak_lite.modelout_functions.packed import without_cache
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.models.sharded import is_sharded
 from trak_lite.projectors import AbstractProjector
-from trak_lite.projectors._scratch import is_scratch
 from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS
 from trak_lite.types import Batch, OutputTerms
 
@@ -110,7 +109,7 @@ def compute_features(
         float32_products(device, computer.float32_products),
         naming_rows(computer.model, computer.modelout_fn, batch, rows, what),
     ):
-        features, output, q, w, *norms = computer.run(batch, projector, setting, work, is_scratch, to_come)
+        features, output, q, w, *norms = computer.run(batch, projector, setting, work, to_come)
     return features, OutputTerms(output, q, w), norms[0] if norms else None
 
 

@@ -135,7 +135,6 @@ class AbstractGradientComputer(ABC):
         projector: object,
         setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
-        is_scratch: Callable[[Tensor], bool],
         to_come: float | None = None,
     ) -> Sequence[Tensor]:
         """Return the tensors that ``work`` computes from a batch by :meth:`stream_gradients`.
@@ -148,12 +147,11 @@ class AbstractGradientComputer(ABC):
             projector: What ``work`` projects by.
             setting: All else that ``work`` depends on, compared by value.
             work: Streams the gradients of the batch, and returns what it computes from them.
-            is_scratch: Whether a tensor is memory that ``work`` writes to and nobody reads later.
             to_come: Number of batches that will follow, if it is known.
         """
         if self._replays is None:
             return work()
-        return self._replays.run(cast("Any", self), batch, projector, setting, work, is_scratch, to_come)
+        return self._replays.run(cast("Any", self), batch, projector, setting, work, to_come)
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:

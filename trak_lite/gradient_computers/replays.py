@@ -88,7 +88,6 @@ class Replays:
         projector: object,
         setting: Sequence[Hashable],
         work: Callable[[], Sequence[Tensor]],
-        is_scratch: Callable[[Tensor], bool],
         to_come: float | None = None,
     ) -> Sequence[Tensor]:
         """Return what ``work`` returns for a batch, possibly by a replay; see :meth:`AbstractGradientComputer.run`.
@@ -110,8 +109,7 @@ class Replays:
         if leaves is None or state is None:
             self._keep_for(None)
             return work()
-        is_same = state == self._state and self._projector() is projector
-        if not is_same:
+        if state != self._state or self._projector() is not projector:
             # The model, the task or the projector is another one.
             self._num_changes += 1
             if self._num_changes == _MOST_CHANGES:
@@ -136,7 +134,7 @@ class Replays:
         if kind.recording is None:
             self._alive = alive
             kind.structure, kind.gap = computer.structure(batch)
-            return self._recorded(kind, pass_, is_scratch)
+            return self._recorded(kind, pass_)
         computer.checks.refuse_failed(kind.structure)
         if kind.recording.is_outdated():
             kind.forget_replays()  # with other values, their pass would show nothing
@@ -283,7 +281,7 @@ class Replays:
             self._kinds.popitem(last=False)
         return kind
 
-    def _recorded(self, kind: Kind, pass_: Pass, is_scratch: Callable[[Tensor], bool]) -> Sequence[Tensor]:
+    def _recorded(self, kind: Kind, pass_: Pass) -> Sequence[Tensor]:
         """Run a pass and record it, if its plan says that every batch runs like it."""
         computer, leaves, work = pass_
         if not (kind.gap and computer.differentiates_the_model):
@@ -301,7 +299,7 @@ class Replays:
             return work()
         if before is not None and outside is not None:
             self._compare(outside)
-        tape = Tape(leaves, [*model.parameters(), *model.buffers()], is_scratch)
+        tape = Tape(leaves, [*model.parameters(), *model.buffers()])
         try:
             with tape:
                 results = pass_.without_checks()

@@ -9,7 +9,7 @@ NumPy, results whose shape depends on values, random numbers, writes into tensor
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from trak_lite.core.devices import is_scratch
 from trak_lite.errors import refuse_signal
 from trak_lite.gradient_computers.recording import (
     BUFFERS,
@@ -77,19 +78,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         inputs: The tensors that differ from replay to replay.
         outside: Tensors whose values may change between replays (parameters, buffers), which replays read anew.
-        is_scratch: Whether a tensor is memory whose values nobody reads later, so that replays may write there.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        outside: Iterable[Tensor],
-        is_scratch: Callable[[Tensor], bool] = lambda _: False,
-    ) -> None:
+    def __init__(self, inputs: Sequence[Tensor], outside: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_scratch = is_scratch
         self._numbers: Any = WeakTensorKeyDictionary()
         self._steps: list[Step] = []
         self._roots: list[int] = []
@@ -279,7 +273,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             UnrecordableError: If a replay might not repeat the computation.
         """
         written = {self._roots[number] for step in self._steps for number in step.writes}
-        if any(root in self._constants and not self._is_scratch(self._constants[root]) for root in written):
+        if any(root in self._constants and not is_scratch(self._constants[root]) for root in written):
             self.refuse("it writes into a tensor that it did not make")
         if not all(output in self._numbers for output in outputs):
             self.refuse("a result is no result of an operation")
@@ -293,7 +287,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         steady = [tensor for number, tensor in self._constants.items() if not self._varies[number]]
         return Recording(
             *(self._steps, range(self._num_inputs), fixed, numbers, intermediates, self._roots),
-            steady=[tensor for tensor in steady if not self._is_scratch(tensor)],
+            steady=[tensor for tensor in steady if not is_scratch(tensor)],
         )
 
     def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:

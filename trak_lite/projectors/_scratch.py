@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
@@ -12,10 +11,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from trak_lite.core.devices import SCRATCH
+
 _CPU_SCRATCH_BYTES = 8 << 20  # fits into a cache
 _ACCELERATOR_SCRATCH_BYTES = 256 << 20  # large enough to hide the cost of kernel launches
 _MOST_VIEWS = 1 << 16
-_SCRATCH: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 def empty_buffer(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -71,7 +71,7 @@ class Scratch:
         flat = self._flat.get((use, dtype, device))
         if flat is None or len(flat) < count:
             flat = self._flat[use, dtype, device] = empty_buffer(count, dtype=dtype, device=device)
-            _SCRATCH.add(flat.untyped_storage())
+            SCRATCH.add(flat.untyped_storage())
             self._views.clear()  # they point to the old memory
         return flat[:count].view(shape)
 
@@ -86,11 +86,6 @@ class Scratch:
                 self._views.clear()
             self._views[key] = [whole[:, start : start + width] for start in starts]
         return self._views[key]
-
-
-def is_scratch(tensor: Tensor) -> bool:
-    """Whether a tensor is scratch memory, which holds no values from one batch to the next."""
-    return tensor.untyped_storage() in _SCRATCH
 
 
 def scratch_bytes(device: torch.device) -> int:
