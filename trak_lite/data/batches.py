@@ -412,7 +412,7 @@ def batch_size(batch: Batch) -> int:
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for."""
-    return map_tensors(lambda tensor: to_device(tensor, device), batch)
+    return map_tensors(lambda part: part if part.device == device else to_device(part, device), batch)
 
 
 def take_rows(batch: Batch, rows: int | slice | Sequence[int]) -> Batch:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trak_lite.data.batches import (
@@ -47,7 +48,7 @@ class ColumnMarks:
             InvalidInputError: If a tensor is sparse, all samples share one, or each sample has tensors of its own.
         """
         leaves, sized = parts_of(batch)
-        sparse = next(filter(is_sparse, leaves), None)
+        sparse = next((leaf for leaf in leaves if leaf.layout != torch.strided and is_sparse(leaf)), None)
         if sparse is not None:
             raise InvalidInputError(
                 f"The batch holds a sparse tensor ({sparse.layout}) of shape {tuple(sparse.shape)}, whose samples "

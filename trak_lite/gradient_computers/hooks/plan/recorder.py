@@ -35,7 +35,8 @@ _MOVED, _PACKED_ROWS = "chosen or moved by value", "packed"
 
 def differentiable(result: Any) -> list[Tensor]:
     """Return the real and complex floating-point tensors of a result, in order."""
-    return [t for t in tensors_of(result) if t.is_floating_point() or t.is_complex()]
+    tensors = [result] if isinstance(result, Tensor) else tensors_of(result)
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 def is_in_place(function: Function) -> bool:
@@ -136,7 +137,8 @@ class Recorder(AbstractInterceptor):
         value_free = self._is_made_of_sizes(name, inputs)
         reasons = set(self._taints_of(inputs))
         result = super().__torch_function__(func, types, args, kwargs)
-        tensors = tensors_of(written(func, args, result))
+        output = written(func, args, result)
+        tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
         if num_read:
             of_quantifier = num_read == 1 and bool(args) and id(args[0]) in self._quantifiers
             self.reads.append((len(self.records), num_read, self.depth > 0, of_quantifier))
