@@ -381,7 +381,6 @@ class HeldRows(_AsTheyAre):
         return len(self.held)
 
     def __len__(self) -> int:
-        """Return the number of rows of the whole dataset."""
         return self.num_rows
 
     def batches(self, plan: Iterable[RowNumbers]) -> Iterator[tuple[RowNumbers, Batch]]:

@@ -126,7 +126,9 @@ class CurvatureProducts:
                 for start in range(0, len(vectors), step):
                     part = slice(start, start + step)
                     named = by_name(vectors[part], self.parameters)
-                    products = self._products(outputs, outputs.in_own_dtypes(named))
+                    # In the dtypes of the parameters, which forward mode expects.
+                    own = {name: part.to(outputs.values[name].dtype) for name, part in named.items()}
+                    products = self._products(outputs, own)
                     whole = [products[name].reshape(len(vectors[part]), -1) for name in self.parameters]
                     total[part] += torch.cat(whole, 1)
         except (TrakLiteError, torch.OutOfMemoryError):
@@ -175,14 +177,14 @@ class _ModelOutputs:
         state: StateBeforePass,
     ) -> None:
         self._kept = select_parameters(model, list(names))
-        self._values = {name: self._kept[name].detach() for name in names}
+        self.values = {name: self._kept[name].detach() for name in names}
         self._constants = {name: p.detach() for name, p in model.named_parameters()}
         self._model, self._task, self._batch, self._state = model, task, batch, state
         with torch.no_grad():
             recorded = _Recording(model, self._constants)
             self._terms = task.evaluate(recorded, batch)
         self._calls = recorded.calls
-        self._found, self._to_parameters = _vjp(self._outputs, self._values)
+        self._found, self._to_parameters = _vjp(self._outputs, self.values)
         self.num_values = sum(part.numel() for part in self._found)
         """Entries of the outputs of the batch."""
 
@@ -210,10 +212,6 @@ class _ModelOutputs:
                 "the model return what f reads, or use EKFAC, or CG(draws=) with a task that draws labels."
             )
 
-    def in_own_dtypes(self, vectors: Named) -> Named:
-        """Return vectors in the dtypes of the parameters, which forward mode expects."""
-        return {name: part.to(self._values[name].dtype) for name, part in vectors.items()}
-
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""
         self._state.restore(always=True)  # before the pass: f may read what the last one has set
@@ -223,14 +221,14 @@ class _ModelOutputs:
 
     def forward(self, vector: Named) -> Outputs:
         """Return J v by forward-mode differentiation."""
-        tangents: Outputs = jvp(self._outputs, (self._values,), (vector,))[1]
+        tangents: Outputs = jvp(self._outputs, (self.values,), (vector,))[1]
         return tangents
 
     def twice_backward(self, vector: Named) -> Outputs:
         """Return J v as the derivative of u -> J^T u, which is linear."""
 
         def transposed(cotangents: Outputs) -> Named:
-            return _vjp(self._outputs, self._values)[1](cotangents)[0]
+            return _vjp(self._outputs, self.values)[1](cotangents)[0]
 
         _, back = _vjp(transposed, tuple(torch.zeros_like(part) for part in self._found))
         return back(vector)[0]

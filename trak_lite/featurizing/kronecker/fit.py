@@ -45,8 +45,6 @@ from trak_lite.run.tables import curvature_path
 from trak_lite.store import AbstractFeatureStore
 from trak_lite.types import Batch, BlockSink
 
-__all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
-
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
@@ -290,17 +288,15 @@ class KroneckerFits:
     def check(self, digest: str, rows: Rows, *, label: str) -> None:
         """Compare what a few train rows give with what they gave when the fit began; note it if the fit begins now.
 
-        Neither digests of weights nor settings cover the code of the model and of the task. A fit of an earlier version
-        has no note, and is not compared.
+        Neither digests of weights nor settings cover the code of the model and of the task.
         """
         keeper = self._keeper(digest)
         begins = not all(unit_fit.has_basis() for unit_fit in self._arrays(digest))
         noted = None if begins else keeper.get(_NOTED)
-        if begins or noted is not None:
-            seed = self.method.seed if self.method.fisher == "sampled" else None
-            terms = compared_terms(noted, self.model, self.task, rows, self.device, seed=seed, label=label)
-            if begins:
-                keeper[_NOTED] = terms
+        seed = self.method.seed if self.method.fisher == "sampled" else None
+        terms = compared_terms(noted, self.model, self.task, rows, self.device, seed=seed, label=label)
+        if begins:
+            keeper[_NOTED] = terms
 
     def _arrays(self, digest: str) -> list[UnitArrays]:
         return unit_arrays(self.model, self.names, self._keeper(digest))

@@ -107,11 +107,14 @@ def _add_rows_(total: Tensor, rows: Tensor, key: int, start: int, precision: str
     num_entries = rows.shape[1]
     steps, splits = _launch_shape(num_entries, total.shape[1])
     sums = torch.zeros(splits, *total.shape, dtype=torch.float32, device=total.device)
+    in_tf32 = precision == "tf32" or rows.dtype in _EXACT_IN_TF32
     done = 0
     while done < num_entries:  # the indices of a launch fit into int32 and have the same high half
         index = start + done
         width = min(num_entries - done, splits * steps * _BLOCK_ENTRIES, (1 << 32) - (index & 0xFFFFFFFF))
-        _launch(sums, rows[:, done : done + width], key, index, steps, precision)
+        part = rows[:, done : done + width]
+        words = wrap32(key), wrap32(key32(key, index >> 32)), wrap32(index)
+        _launch_signed_product(sums, [part], (*words, steps, in_tf32))
         done += width
     total.add_(sums.sum(0))
 
@@ -122,12 +125,6 @@ def _launch_shape(num_entries: int, proj_dim: int) -> tuple[int, int]:
     blocks = triton.cdiv(num_entries, _BLOCK_ENTRIES)
     steps = next((steps for steps in _STEPS if steps * most_splits >= blocks), _STEPS[-1])
     return steps, max(1, min(most_splits, triton.cdiv(blocks, steps)))
-
-
-def _launch(sums: Tensor, rows: Tensor, key: int, index: int, steps: int, precision: str) -> None:
-    in_tf32 = precision == "tf32" or rows.dtype in _EXACT_IN_TF32
-    words = wrap32(key), wrap32(key32(key, index >> 32)), wrap32(index)
-    _launch_signed_product(sums, [rows], (*words, steps, in_tf32))
 
 
 @as_operation

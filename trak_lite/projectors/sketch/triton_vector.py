@@ -153,7 +153,6 @@ class VectorKernel:
     device: torch.device
 
     def __post_init__(self) -> None:
-        """Copy the offsets to the device."""
         self._offsets, self._fold_offsets = (
             torch.tensor(offsets, dtype=torch.int32, device=self.device)
             for offsets in (self.offsets, self.fold_offsets)

@@ -62,7 +62,6 @@ class _Matrix:
         return self.start + self.k_out * self.k_in
 
     def width(self, side: Stream) -> int:
-        """Return k of a side."""
         return self.k_in if side == Stream.TWO_SIDED_IN else self.k_out
 
 
