@@ -148,6 +148,5 @@ class TargetSet:
         session.work(lazy_table, passes, f"Targets {self.name!r}, {label}").fill()
 
     def _is_there(self, train: AbstractRowTable) -> bool:
-        """Return whether all features of the checkpoint of this train table are stored."""
         table = self.session.workspace.table(target_table_path(self.name, self.method, train))
         return table is not None and table.complete

@@ -325,7 +325,6 @@ class _Writer:
         return self._value(self._fixed[number]) if number in self._fixed else f"v{number}"
 
     def _value(self, value: Any) -> str:
-        """Return the global name of a value."""
         name = self._known.get(id(value))
         if name is None:
             name = self._known[id(value)] = f"k{len(self.values)}"

@@ -298,7 +298,6 @@ class MatrixSketch:
         return self._slots[first, count]
 
     def _made_by(self, kernels: ModuleType) -> MatrixKernel:
-        """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
             self._kernel = kernels.MatrixKernel(self._drawn, self._hashes.column_signs)
         return self._kernel

@@ -100,7 +100,6 @@ class VectorSketch:
         return torch.cat(tiles, 1) * signs.to(features.dtype)
 
     def _made_by(self, kernels: ModuleType) -> VectorKernel:
-        """Return the kernel of this sketch, created at the first call."""
         if self._kernel is None:
             self._kernel = kernels.VectorKernel(
                 width=self._width,
@@ -127,7 +126,6 @@ class VectorSketch:
 
     @functools.cached_property
     def _signs(self) -> Tensor:
-        """Signs of the first segment."""
         return self._draw_signs(0)
 
     @functools.cached_property

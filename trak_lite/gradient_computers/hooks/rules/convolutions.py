@@ -57,7 +57,6 @@ def conv_rule(call: OperationCall, grad: Tensor, *, transposed: bool = False) ->
 
 
 def _each(value: Any, dims: int, default: int) -> tuple[int, ...]:
-    """Return one number per spatial dimension."""
     if value is None:
         return (default,) * dims
     if isinstance(value, int):
