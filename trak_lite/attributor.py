@@ -225,7 +225,7 @@ class Attributor:
 
         Raises:
             MissingStoreError: If there is no store at the path.
-            ManifestMismatchError: If an older version of trak_lite wrote the store, or the model lacks parameters.
+            ManifestMismatchError: If the model lacks parameters.
             InvalidInputError: If the store was made with a custom object that was not passed.
         """
         location = resolve_place(path)

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from dense_cases import close, columns, gradients, projection
-from tiny_runs import Counting, rewrite_settings
+from tiny_runs import Counting
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -248,14 +248,12 @@ def test_an_interrupted_run_is_continued_by_what_opens_the_store(tmp_path, norma
     np.testing.assert_array_equal(scores.numpy(), whole.score(TARGETS).numpy())
 
 
-def test_a_store_of_an_older_version_opens_resumes_and_scores(tmp_path):
+def test_rows_without_norms_are_continued_by_an_attributor_that_stores_norms(tmp_path):
     whole = attributor(tmp_path / "whole.zarr", store_norms=True)
     whole.featurize(Rows(TRAIN, **ROWS), checkpoints=both())
     made = attributor(tmp_path / "a.zarr")
     with pytest.raises(KeyboardInterrupt):
         made.featurize(Rows(Counting(TRAIN, 35), **ROWS), checkpoints=both()[:1])
-    newer = ("normalize", "store_norms")
-    rewrite_settings(tmp_path / "a.zarr", lambda settings: [settings.pop(name) for name in newer])
     opened = Attributor.open(tmp_path / "a.zarr", Texts().double(), store_norms=True)
     summary = opened.featurize(Rows(TRAIN, **ROWS), checkpoints=both())
     assert opened.normalization == NONE

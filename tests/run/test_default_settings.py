@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from tiny_runs import labelled, perceptron, rewrite_settings
+from tiny_runs import labelled, perceptron
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -108,17 +108,6 @@ def test_another_method_has_its_own_default_damping_also_after_reopening(tmp_pat
     assert Attributor.open(path, perceptron(), method=replace(plain, damping=2.0)).method.damping == 2.0
     assert opened.score(TARGETS, method="GaussNewton").settings["damping"] is None
     assert opened.score(TARGETS).settings["damping"] == 3.0
-
-
-@pytest.mark.parametrize(("projector", "layout"), [("countsketch", "joint"), ("two_sided", "module")])
-def test_what_older_stores_call_auto_is_what_it_was(tmp_path, projector, layout):
-    made = attributor(tmp_path / "a.zarr", projector=projector, layout=layout)
-    made.featurize(TRAIN)
-    rewrite_settings(tmp_path / "a.zarr", lambda settings: settings.update(layout="auto"))
-    opened = Attributor.open(tmp_path / "a.zarr", perceptron())
-    assert opened.layout == made.layout
-    assert len(opened.layout.segments) == (3 if layout == "module" else 1)
-    assert opened.featurize(TRAIN).rows_written == 0
 
 
 def test_where_a_kernel_is_too_wide_to_be_fitted_unasked_the_method_is_the_plain_one():

@@ -40,7 +40,6 @@ class StoredSettings:
     @classmethod
     def of(cls, manifest: Manifest, *, device: torch.device, where: str) -> Self:
         """Return the settings in a manifest; ``where`` is the name of the store in messages."""
-        _refuse_older(manifest, where)
         try:
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
             method = as_method(manifest.made_with["settings"]["method"])
@@ -74,14 +73,12 @@ def stored_arguments(
     The user's task and overrides replace stored values; those that are ``None`` are left out. ``where`` is the name of
     the store in messages.
     """
-    _refuse_older(manifest, where)
     try:
-        stored = manifest.made_with.get("settings", {})
-        arguments = {name: stored[name] for name in _STORED_SETTINGS if name in stored}
+        stored = manifest.made_with["settings"]
+        arguments = {name: stored[name] for name in _STORED_SETTINGS}
         arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
-        # Stores of older versions have no such setting; their gradients are not normalised.
-        arguments["normalize"] = Normalization(**arguments.get("normalize", {}))
-        stored_task: Task | None = arguments.pop("task", None)
+        arguments["normalize"] = Normalization(**arguments["normalize"])
+        stored_task: Task | None = arguments.pop("task")
         described = manifest.fingerprint.get("task", {})
         if stored_task in MODEL_OUTPUTS and described.get("name") == stored_task:
             # With its stored settings, which may differ from the current defaults.
@@ -95,8 +92,6 @@ def stored_arguments(
             f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
             "zarr.json from a backup, or pass the settings: Attributor(model, task, path, ...)."
         ) from error
-    if arguments.get("layout") == "auto" and arguments.get("projector") not in (None, "two_sided"):
-        arguments["layout"] = "joint"  # the meaning of "auto" in older versions
     # None is the default of the arguments that have one, and otherwise stands for the stored value.
     arguments.update({name: value for name, value in overrides.items() if value is not None})
     chosen = stored_task if task is None else task
@@ -121,14 +116,4 @@ def refuse_other_model(model: nn.Module, parameters: Iterable[str], *, where: st
         raise ManifestMismatchError(
             f"The rows are of another model: {where} has gradients of {len(missing)} parameters that this "
             f"{type(model).__name__} lacks, such as {missing[0]!r}{has}. Pass a model of the store's architecture."
-        )
-
-
-def _refuse_older(manifest: Manifest, where: str) -> None:
-    """Raise for stores of older versions of trak_lite, whose settings have no method."""
-    settings = manifest.made_with.get("settings")
-    if isinstance(settings, Mapping) and settings and "method" not in settings:
-        raise ManifestMismatchError(
-            f"{where} was written by an older version of trak_lite: its settings name no method. Featurize again into "
-            "another path, or use the version that made it."
         )
