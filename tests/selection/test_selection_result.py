@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from trak_lite.core.sealed import BLANK, seal
 from trak_lite.errors import InvalidInputError
 from trak_lite.selection import Selection, select
 
@@ -102,13 +103,14 @@ CHANGES = [
 def test_files_that_contradict_themselves_are_refused(change, tmp_path):
     path = chosen().save(tmp_path / "chosen.json")
     content = json.loads(path.read_text())
-    del content["crc32c"], content["kinds"]
-    content["version"] = 1  # files of this version have no checksum and no kinds
+    content["crc32c"] = BLANK
     path.write_text(json.dumps(content))
+    seal(str(path), "selection")
     assert len(Selection.load(path)) == len(chosen())
     change(content)
-    for text in (json.dumps(content), "{"):
+    for text in (json.dumps(content), json.dumps({"crc32c": BLANK})):
         path.write_text(text)
+        seal(str(path), "selection")
         with pytest.raises(InvalidInputError, match="not the file of a selection"):
             Selection.load(path)
 

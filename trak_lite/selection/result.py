@@ -23,8 +23,6 @@ from trak_lite.scoring.frames import DataFrame, frame
 _SHOWN: Final = 5
 _JSON_ROWS: Final = 250_000
 _VERSION: Final = 2
-_UNSEALED: Final = 1
-"""Version of files without a checksum."""
 _SEALED_AS: Final = "selection"
 _FIELDS: Final = {
     "row": "indices",
@@ -193,10 +191,7 @@ class Selection:
         """
         try:
             file = str(Path(path).resolve(strict=True))
-            content = parse_json(sealed_content(file, _SEALED_AS, required=False))
-            if content["version"] != _UNSEALED:
-                sealed_content(file, _SEALED_AS)
-            made = cls._of(content)
+            made = cls._of(parse_json(sealed_content(file, _SEALED_AS)))
         except (CorruptStoreError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidInputError(
                 f"{path} is not the file of a selection ({type(error).__name__}: {error}). Give the path that "
@@ -207,11 +202,10 @@ class Selection:
     @classmethod
     def _of(cls, content: Any) -> Self:
         """Return the selection in the content of a file; raise ``ValueError`` if it contradicts itself."""
-        pairs = content["columns"].items()
-        kinds = content.get("kinds", {}) | _TYPES
-        columns = {name: _array(values, kinds.get(name, "")) for name, values in pairs}
+        kinds = content["kinds"] | _TYPES
+        columns = {name: _array(values, kinds[name]) for name, values in content["columns"].items()}
         rows, num_rows = columns["row"], int(content["num_rows"])
-        if content["version"] not in (_UNSEALED, _VERSION):
+        if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']!r} instead of {_VERSION}")
         if any(values.shape != (len(rows),) for values in columns.values()):
             raise ValueError("columns of different lengths")
@@ -244,9 +238,9 @@ def _plain(values: NDArray[Any]) -> list[Any]:
 
 
 def _array(values: list[Any], kind: str) -> NDArray[Any]:
-    """Return the column that :func:`_plain` made from an array of a kind of dtypes; a file may lack it (``""``)."""
-    if not kind or kind in _NUMBERS:
-        return np.array(values, dtype=_NUMBERS.get(kind))
+    """Return the column that :func:`_plain` made from an array of a kind of dtypes."""
+    if kind in _NUMBERS:
+        return np.array(values, dtype=_NUMBERS[kind])
     return short_texts(np.array(values, object))
 
 
