@@ -157,8 +157,7 @@ def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
         InvalidInputError: If the rows are not of the layout's width.
     """
     check_rows(rows, layout)
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return torch.cat([_unit_rows(wide[:, s.start : s.stop]) for s in layout.segments], dim=1)
+    return torch.cat([unit_rows(rows[:, s.start : s.stop]) for s in layout.segments], dim=1)
 
 
 def _upcast_rows(block: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
@@ -182,8 +181,13 @@ def _tile_rows(block: Tensor, dtype: torch.dtype) -> int:
     return max(_TILE_ROWS, _TILE_BYTES // (dtype.itemsize * max(1, block.shape[1])))
 
 
-def _unit_rows(rows: Tensor) -> Tensor:
-    """Return rows of norm 1; zero rows stay zero, and so do subnormal ones, whose direction is rounding."""
+@torch.no_grad()
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return rows ``(b, k)`` of norm 1, float32 or wider.
+
+    Zero rows stay zero, and subnormal ones, whose direction is rounding, become zero.
+    """
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     # Divide by the largest entry first, so that no square under- or overflows.
     largest = rows.abs().amax(dim=1, keepdim=True)
     scaled = rows / largest.masked_fill(largest < torch.finfo(rows.dtype).tiny, torch.inf)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trak_lite.core.validate import positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.linalg.products import unit_segments
+from trak_lite.linalg.products import unit_rows, unit_segments
 from trak_lite.methods.base import (
     CHECK_LAYOUT,
     AbstractKernelMethod,
@@ -198,4 +198,4 @@ class LESS(AbstractLearningRateMethod):
 
     def transform(self, rows: Tensor, layout: FeatureLayout) -> Tensor:
         """Return the rows scaled to norm 1."""
-        return unit_segments(rows, layout=FeatureLayout.joint(layout.width))
+        return unit_rows(rows)

@@ -21,11 +21,11 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import subset_masks, summed_scores
 from trak_lite.evaluation.calibration import fit_weights
-from trak_lite.evaluation.datamodeling import LinearDatamodelingScore, ScoreDifference, compared_scores
+from trak_lite.evaluation.datamodeling import compared_scores
 from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
-from trak_lite.linalg.products import unit_segments
+from trak_lite.linalg.products import unit_rows
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
@@ -34,7 +34,6 @@ from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.stored import source_of_stored
 from trak_lite.scoring.tiles import ScoreTerm, WhereQ, score_tile, tile_ranges
-from trak_lite.types import FeatureLayout
 from trak_lite.unrolled import TrainingRun
 
 Array: TypeAlias = NDArray[np.float64]
@@ -49,8 +48,6 @@ _MOST_PARTS: Final = 512
 _FEWEST_TEACHERS: Final = 4
 _CALIBRATION_TARGETS: Final = 256
 """Maximum number of targets to fit weights on; limits memory."""
-_NUM_RESAMPLES: Final = 1000
-"""Resamples of every bootstrap."""
 
 
 @final
@@ -264,7 +261,7 @@ class _Fit:
         across: Literal["subsets", "targets"] = "subsets",
     ) -> Calibration:
         """Return weights with the LDS and the gain of their predictions ``(S, M)`` on what was held out."""
-        lds, (lead,) = bootstrapped_scores([better, default], outputs, confidence)
+        lds, (lead,) = compared_scores([better, default], outputs, confidence=confidence)
         better_lds, default_lds = map(Estimate.of, lds)
         gain = Estimate.of(lead)
         return Calibration(
@@ -348,18 +345,6 @@ def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np
         for tile in tile_ranges(rows.num_rows, rows.num_rows):
             scores[tile.start : tile.stop] += score_tile(terms, tile, q=view).cpu().numpy()
     return scores
-
-
-def bootstrapped_scores(
-    predictions: Sequence[Array], outputs: Array, confidence: float
-) -> tuple[list[LinearDatamodelingScore], list[ScoreDifference]]:
-    """Return the LDS of predictions ``(S, M)`` with intervals, and the paired lead of the first over each other."""
-    return compared_scores(predictions, outputs, num_resamples=_NUM_RESAMPLES, confidence=confidence)
-
-
-def unit_rows(rows: Tensor) -> Tensor:
-    """Return rows of norm 1; zero rows stay zero."""
-    return unit_segments(rows, layout=FeatureLayout.joint(rows.shape[1]))
 
 
 def summed_over(scores: Scores, masks: NDArray[np.bool_]) -> Array:

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from trak_lite.core.eval_caches import own_modes
 from trak_lite.core.files import refuse_links
 from trak_lite.core.json_text import digest_of
+from trak_lite.core.validate import integer_at_least
 from trak_lite.data.datasets import Rows, every_nth, rows_of
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import Verdict, bm25, subset_masks, summed_scores
+from trak_lite.evaluation.datamodeling import compared_scores
 from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict
+from trak_lite.linalg.products import unit_rows
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
@@ -30,12 +33,10 @@ from trak_lite.models.sharded import refuse_sharded
 from trak_lite.retraining.calibrated import (
     Array,
     SubsetSums,
-    bootstrapped_scores,
     calibrated_matrix,
     fitted_to_subsets,
     require_kernel,
     summed_over,
-    unit_rows,
 )
 from trak_lite.retraining.plans import TrainFunction, retraining_plan
 from trak_lite.retraining.subsets import Retrained, retrain_into, retrain_run
@@ -116,9 +117,7 @@ def verify(
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
-    if calibrate:
-        check_budget(budget, fewest=_FEWEST_FOR_CALIBRATION, where=" with calibrate=True")
-    budget = check_budget(budget)
+    budget = integer_at_least(_FEWEST_FOR_CALIBRATION if calibrate else 2, budget=budget)
 
     def decide(retrain: Retrain, entries: ScoreEntries) -> dict[str, Any]:
         source = source_of_stored(entries.store, scores)
@@ -129,8 +128,8 @@ def verify(
         outputs, predicted = retrained.mean, summed_over(scores, masks)
         sums = SubsetSums(source, masks)
         others = dict(_baselines(source, sums, masks, scores.shape, texts))
-        (score_lds, *baseline_lds), leads = bootstrapped_scores(
-            [predicted, *others.values()], outputs, confidence
+        (score_lds, *baseline_lds), leads = compared_scores(
+            [predicted, *others.values()], outputs, confidence=confidence
         )
         baselines = (
             Baseline(name, Estimate.of(lds), Estimate.of(lead))
@@ -320,7 +319,7 @@ def verify_run(
         raise InvalidInputError(
             f"verify_run takes a TrainingRun (recipe.train(...)), got {type(run).__name__}. A train_fn is for verify."
         )
-    budget = check_budget(budget)
+    budget = integer_at_least(2, budget=budget)
     try:
         asked = scores.task if task is None else resolve_task(task)
     except StateError as error:
@@ -356,21 +355,11 @@ def verify_run(
             digest=digest,
         )
         predicted = summed_over(scores, masks)
-        ((lds,), _) = bootstrapped_scores([predicted], retrained.mean, confidence)
+        ((lds,), _) = compared_scores([predicted], retrained.mean, confidence=confidence)
         estimates.append((left_out / num_rows, Estimate.of(lds)))
     verdict = OneRunVerdict(tuple(estimates), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict
-
-
-def check_budget(budget: int, *, fewest: int = 2, where: str = "") -> int:
-    """Return the number of subsets; raise if it is too small, before the first training."""
-    if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < fewest:
-        raise InvalidInputError(
-            f"budget must be an integer of at least {fewest}{where}, got {budget!r}. Every subset costs one training "
-            "per seed."
-        )
-    return int(budget)
 
 
 def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any]) -> None:
