@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,19 @@ def integer(**named: object) -> int:
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]
     raise InvalidInputError(f"{name} must be an integer, got {value!r}.")
+
+
+def true_or_false(**named: object) -> bool:
+    """Return the one keyword value; raise if it is no boolean."""
+    ((name, value),) = named.items()
+    if not isinstance(value, bool):
+        raise InvalidInputError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def optional(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a check of one keyword value that accepts ``None``, too."""
+    return lambda **named: None if next(iter(named.values())) is None else check(**named)
 
 
 def one_of(allowed: Collection[str], **named: object) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.json_text import shown
-from trak_lite.core.validate import one_of, real_at_least
+from trak_lite.core.validate import one_of, optional, real_at_least
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -47,11 +47,6 @@ Check: TypeAlias = Callable[..., Any]
 """Returns its one keyword value, or raises."""
 _LONGEST_REPR: Final = 1000
 CHECK_LAYOUT: Final = partial(one_of, ("stored", "joint"))
-
-
-def optional(check: Check) -> Check:
-    """Return a check that accepts ``None``, too."""
-    return lambda **named: None if next(iter(named.values())) is None else check(**named)
 
 
 def _finite_weights(**named: Any) -> tuple[float, ...]:

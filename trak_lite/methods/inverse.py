@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 from torch import Tensor
 
-from trak_lite.core.validate import one_of, positive_int, positive_real
+from trak_lite.core.validate import one_of, optional, positive_int, positive_real
 from trak_lite.errors import InvalidInputError
-from trak_lite.methods.base import AbstractMethod, optional
+from trak_lite.methods.base import AbstractMethod
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.modelout_functions._base import LossModelOutput
 

@@ -112,12 +112,15 @@ def labels_tensor(labels: Any, shape: str, prefix: str = "The labels are") -> Te
     return labels
 
 
-def true_or_false(**named: object) -> bool:
-    """Return the one keyword value; raise if it is no boolean."""
-    ((name, value),) = named.items()
-    if not isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be True or False, got {value!r}.")
-    return value
+def distinct_names(count: int | None = None, **named: Any) -> tuple[str, ...]:
+    """Return the one keyword value; raise if it is not a sequence of distinct names, or not of ``count``."""
+    ((field, names),) = named.items()
+    if isinstance(names, str) or len(set(names)) != len(names) or count not in (None, len(names)):
+        raise InvalidInputError(
+            f"{field} is {names!r}. Expected a sequence of {f'{count} ' if count else ''}distinct keyword names, such "
+            "as ('input_ids',)."
+        )
+    return tuple(names)
 
 
 def precise(tensor: Tensor, *, what: str) -> Tensor:

@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from trak_lite.core.eval_caches import passes_undone
 from trak_lite.core.fingerprint import tensor_bytes
-from trak_lite.core.validate import integer, one_of, positive_int, positive_real
+from trak_lite.core.validate import integer, one_of, optional, positive_int, positive_real
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall, evaluating
 from trak_lite.modelout_functions._inputs import (
     class_labels,
     columns_of,
+    distinct_names,
     fields_of,
     labels_tensor,
     nan_unless,
@@ -160,14 +161,6 @@ class _Pairs(NamedTuple):
     scale: Tensor | None
 
 
-def _two_names(**named: Any) -> tuple[str, ...] | None:
-    """Return the one keyword value; raise if it is not two names or ``None``."""
-    ((field_name, names),) = named.items()
-    if names is not None and len(set(names)) != 2:
-        raise InvalidInputError(f"{field_name} is {names!r}. Expected two distinct names, or None.")
-    return None if names is None else tuple(names)
-
-
 @final
 @dataclass(eq=False)
 class CLIPModelOutput(AbstractModelOutput):
@@ -207,12 +200,10 @@ class CLIPModelOutput(AbstractModelOutput):
     yields the same batches in the same order each time."""
     _negatives: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
     _checks: ClassVar = {
-        "temperature": lambda temperature: (
-            None if temperature is None else positive_real(temperature=temperature)
-        ),
+        "temperature": optional(positive_real),
         "simulated_batch_size": positive_int,
         "seed": integer,
-        "input_names": _two_names,
+        "input_names": optional(partial(distinct_names, 2)),
     }
 
     def __post_init__(self) -> None:

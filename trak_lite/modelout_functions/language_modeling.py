@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trak_lite.core.validate import integer, one_of
+from trak_lite.core.validate import integer, integer_at_least, one_of, optional, true_or_false
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
@@ -28,7 +28,6 @@ from trak_lite.modelout_functions._inputs import (
     shape_texts,
     split_labels,
     tensor_of,
-    true_or_false,
 )
 from trak_lite.modelout_functions._margins import (
     UniformNoise,
@@ -225,14 +224,6 @@ class MaskedLanguageModelingModelOutput(PositionwiseModelOutput):
         return _token_logits(model_call, batch, shift=False)
 
 
-def _token_id(**named: Any) -> int | None:
-    """Return the one keyword value; raise if it is no token."""
-    ((name, token),) = named.items()
-    if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
-        raise InvalidInputError(f"{name} must be a token id (0 or more) or None, got {token!r}.")
-    return token
-
-
 @final
 @dataclass(eq=False, kw_only=True)
 class SequenceToSequenceModelOutput(PositionwiseModelOutput):
@@ -254,8 +245,8 @@ class SequenceToSequenceModelOutput(PositionwiseModelOutput):
     """Token in the decoder's input for labels of -100; ``None`` uses ``model.config``."""
     _checks: ClassVar = {
         **PositionwiseModelOutput._checks,
-        "decoder_start_token_id": _token_id,
-        "pad_token_id": _token_id,
+        "decoder_start_token_id": optional(partial(integer_at_least, 0)),
+        "pad_token_id": optional(partial(integer_at_least, 0)),
     }
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:

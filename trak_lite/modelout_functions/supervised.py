@@ -20,6 +20,7 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
     class_labels,
+    distinct_names,
     finite_factor,
     logits_and_labels,
     one_column,
@@ -105,16 +106,6 @@ class IterativeImageClassificationModelOutput(_Classifier):
         return self.evaluate(ModelCall(model, weights, buffers), batch).output
 
 
-def _distinct_names(**named: Any) -> tuple[str, ...]:
-    """Return the one keyword value; raise if it is no sequence of names, or one is given twice."""
-    ((field_name, names),) = named.items()
-    if isinstance(names, str) or len(set(names)) != len(names):
-        raise InvalidInputError(
-            f"{field_name} is {names!r}. Expected a sequence of distinct keyword names, such as ('input_ids',)."
-        )
-    return tuple(names)
-
-
 @final
 @dataclass(eq=False)
 class TextClassificationModelOutput(_Classifier):
@@ -131,7 +122,7 @@ class TextClassificationModelOutput(_Classifier):
         default=("input_ids", "token_type_ids", "attention_mask"), kw_only=True
     )
     """Keywords of a positional batch's parts before the labels, in order."""
-    _checks: ClassVar = {**_Classifier._checks, "input_names": _distinct_names}
+    _checks: ClassVar = {**_Classifier._checks, "input_names": distinct_names}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         args, kwargs, labels = split_labels(batch)
