@@ -49,7 +49,8 @@ def _cheap() -> Iterator[None]:
             at_once(some)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", 100)
+        defaults = resolve_name("trak_lite.evaluation.datamodeling:compared_scores").__kwdefaults__
+        patched.setitem(defaults, "num_resamples", 100)
         patched.setattr("trak_lite.core.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
         yield
