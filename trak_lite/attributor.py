@@ -667,8 +667,7 @@ class Attributor:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
             StateError: If the scores were never computed, or are not finished.
             ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
-                attributor, or of another task; with ``dense=False`` also if the targets are not the same at every
-                checkpoint.
+                attributor, or of another task.
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)

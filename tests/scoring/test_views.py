@@ -107,7 +107,7 @@ def squared_logits(model_call, batch):
     {"method": "EKFAC", "dense": False},
     {"method": "GradDot", "dense": False, "task": squared_logits},
 ], ids=["lazy", "another method", "curvature", "task"])  # fmt: skip
-def test_targets_of_a_name_are_the_same_at_every_checkpoint(monkeypatch, view):
+def test_targets_of_a_name_are_the_same_at_every_checkpoint(view):
     made, (first, second, _) = featurized(), states()
     whole = {"method": "EKFAC" if view["method"] == "EKFAC" else "GradDot", "dense": False}
     alone = [
@@ -122,12 +122,6 @@ def test_targets_of_a_name_are_the_same_at_every_checkpoint(monkeypatch, view):
     made.score(TARGETS, "a", checkpoints=[second], **whole)
     both = made.scores("a", **whole).numpy()
     np.testing.assert_allclose(both, np.mean(alone, 0), rtol=1e-4, atol=1e-5 * np.abs(both).max())
-    # As older versions stored them:
-    monkeypatch.setattr("trak_lite.featurizing.targets.TargetSet.refuse_others", lambda _: None)
-    made.score(TARGETS, "old", method=view["method"], checkpoints=[first], dense=False)
-    made.score(other, "old", checkpoints=[second], **view)
-    with pytest.raises(ManifestMismatchError, match=r"'old' at ckpt-1 .* ckpt-0.*features=True"):
-        made.scores("old", method=view["method"], dense=False)
 
 
 @pytest.mark.parametrize(("first", "second", "dense"), [

@@ -239,6 +239,8 @@ class Workspace:
         if "dataset" not in fingerprint:
             compared.pop("dataset", None)
         differing = {key: values for key, *values in differing_keys(compared, fingerprint)}
+        if not differing:
+            return
         is_captured = all(
             key.startswith("task.function.") and not key.endswith((".source", ".callable"))
             for key in differing

@@ -53,28 +53,26 @@ def stored_scores(
     store = workspace.reader()
     if run is not None:
         workspace.compare(store.manifest, run.settings.manifest(None))
-    table = None
+    path = tables.score_path(store, name, method, settings.method) if dense else None
     with naming_dropped(store) as train_tables:
-        if dense:
-            table = _finished_table(store, name, method, settings.method)
-            digests = list(table.spec.fingerprint["checkpoints"])
+        if path is not None:
+            described = _finished_table(store, name, method, path, is_default=method == settings.method).spec
+            digests = list(described.fingerprint["checkpoints"])
         else:
             digests = _digests_of_targets(store, name, method, train_tables)
             if run is not None and len(set(method.weights(len(digests)))) > 1:
                 tables.require_order({digest: train_tables[digest] for digest in digests}, run.last)
         train = list(tables.complete_tables(store, digests, train_tables).values())
-        if table is not None:
-            _refuse_outgrown(name, table.spec, train[0].spec)
-    described = table
-    if described is None:
-        described = store.open_table(tables.target_table_path(name, method, train[0]))
-    targets = described.spec.fingerprint.get("targets", {})
+        if path is not None:
+            _refuse_outgrown(name, described, train[0].spec)
+        else:
+            described = store.open_table(tables.target_table_path(name, method, train[0])).spec
+    targets = described.fingerprint.get("targets", {})
     source = ScoreSource(
         store, train, name, method, layout=settings.layout, target_identity=targets, device=settings.device
     )
-    if table is None:
+    if path is None:
         _refuse_outgrown_targets(source)
-        _require_same_targets(source)
     asked = {} if run is None else run.asked_task()
     if asked:
         compare_fingerprints(
@@ -83,7 +81,7 @@ def stored_scores(
             where=f"targets {name!r}",
             remedy="Pass the task that these targets were scored with, or none.",
         )
-    return _scores(workspace, settings, source, run, dense=dense)
+    return _scores(workspace, settings, source, run, path)
 
 
 def source_of_stored(store: AbstractFeatureStore, scores: Scores) -> ScoreSource:
@@ -105,17 +103,19 @@ def _scores(
     settings: AttributorSettings | StoredSettings,
     source: ScoreSource,
     run: Run | None,
+    path: str | None,
     *,
-    dense: bool,
     shown: Mapping[str, Any] | None = None,
     ends: NDArray[np.float64] | None = None,
 ) -> Scores:
-    """Return the scores in a complete table, or scores that are computed on access; see :meth:`ScoreResult.scores`."""
+    """Return the scores in the complete table at a path, or, without one, scores that are computed on access.
+
+    See :meth:`ScoreResult.scores`.
+    """
     made = source.manifest.made_with.get("settings")
     matrix: AbstractScoreMatrix
-    if dense:
+    if path is not None:
         # The targets' features may be gone: scores outlast them, and a killed drop_checkpoint removes them first.
-        path = tables.score_path(source.store, source.name, source.method, settings.method)
         entries = ScoreEntries(source.store, path, workspace)
         matrix, shown = StoredMatrix(entries.table()), source.store.attributes(path)
     else:
@@ -154,12 +154,11 @@ def _shown_task(targets: Any) -> dict[str, Any]:
 
 
 def _finished_table(
-    store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
+    store: AbstractFeatureStore, name: str, method: AbstractMethod, path: str, *, is_default: bool
 ) -> AbstractRowTable:
-    """Return the complete table of the scores of a target set; ``base`` is the attributor's method."""
-    path = tables.score_path(store, name, method, base)
+    """Return the complete table of the scores of a target set; ``is_default`` for the attributor's method."""
     if not store.has_table(path):
-        how, argument = ("", "") if method == base else (f" made with {method}", ", method=...")
+        how, argument = ("", "") if is_default else (f" made with {method}", ", method=...")
         other = [
             store.open_table(score_path).spec.fingerprint.get("method")
             for score_path in tables.score_paths(store, name)
@@ -228,20 +227,6 @@ def _refuse_outgrown_targets(source: ScoreSource) -> None:
         )
 
 
-def _require_same_targets(source: ScoreSource) -> None:
-    """Raise if the targets are not the same at every checkpoint, which an older version stored."""
-    first, *others = source.train
-    for table in others:
-        path = tables.target_table_path(source.name, source.method, table)
-        compare_fingerprints(
-            {"targets": source.store.open_table(path).spec.fingerprint.get("targets", {})},
-            {"targets": source.target_identity},
-            where=f"{source.name!r} at {tables.table_path(table)}",
-            remedy=f"Here is {tables.table_path(first)}. Call drop_scores({source.name!r}, features=True), and score "
-            "each set of targets under a name of its own.",
-        )
-
-
 def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
@@ -273,10 +258,6 @@ class ScoreResult:
             "method": source.method.to_json(),
         }
         self._spec = tables.score_table_spec(source.num_rows, num_targets, fingerprint)
-        if source.store.has_table(self._path):
-            # Scores that were begun by another version may have other chunks.
-            begun = source.store.open_table(self._path).spec
-            self._spec = replace(self._spec, chunk_rows=begun.chunk_rows)
 
     def is_finished(self) -> bool:
         """Return whether the scores are stored and complete.
@@ -379,7 +360,8 @@ class ScoreResult:
         scores.
         """
         alone = replace(self.source, layout=run.settings.layout, ranks=Ranks())
-        return _scores(run.workspace, run.settings, alone, run, dense=dense, shown=shown, ends=ends)
+        path = self._path if dense else None
+        return _scores(run.workspace, run.settings, alone, run, path, shown=shown, ends=ends)
 
     def digest(self) -> str:
         """Return a digest of everything that the scores depend on."""
