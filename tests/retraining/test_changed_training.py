@@ -16,6 +16,7 @@ from torch import nn
 
 import trak_lite
 from trak_lite import Attributor
+from trak_lite.evaluation.datamodeling import compared_scores
 from trak_lite.unrolled import SGD, Recipe
 
 N, M, BUDGET, RESAMPLES = 24, 5, 6, 20
@@ -124,7 +125,7 @@ def edited(edit, lr, folder):
 
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
-    monkeypatch.setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", RESAMPLES)
+    monkeypatch.setitem(compared_scores.__kwdefaults__, "num_resamples", RESAMPLES)
     CALLS.clear()
 
 
@@ -241,7 +242,7 @@ def test_a_training_that_is_not_deterministic_is_said_to_be(made):
 def verify_beside_others(path, log, meeting):
     """Verify in a process of its own; its second training waits for that of the other process."""
     torch.set_num_threads(1)
-    pytest.MonkeyPatch().setattr("trak_lite.retraining.calibrated._NUM_RESAMPLES", RESAMPLES)
+    compared_scores.__kwdefaults__["num_resamples"] = RESAMPLES
     calls = []
 
     def meeting_train(indices, seed):
