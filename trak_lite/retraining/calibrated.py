@@ -62,7 +62,7 @@ class SubsetSums:
         for table in rows.train:
             out_to_loss = torch.from_numpy(table.read(OUT_TO_LOSS)).to(mean)
             weights = {"outside": members * mean, "inside": members * out_to_loss, "off": members}
-            zeros = members.new_zeros(len(members), rows.width)
+            zeros = members.new_zeros(len(members), rows.layout.width)
             sums = {view: zeros.clone() for view in (*weights, "unit")}
             for start, chunk in table.blocks(FEATURES):
                 for first in range(0, len(chunk), _TILE_ROWS):
@@ -233,7 +233,7 @@ class _Fit:
         self.dampings = (None, *_DAMPINGS) if configured is None else tuple(sorted({*_DAMPINGS, configured}))
         self.segments = tuple((segment.start, segment.stop) for segment in rows.layout.segments)
         if len(VIEWS) * len(rows.train) * len(self.segments) * len(self.dampings) > _MOST_PARTS:
-            self.segments = ((0, rows.width),)
+            self.segments = ((0, rows.layout.width),)
         num_subsets, some = len(sums.by_checkpoint[0]["off"]), torch.from_numpy(chosen).to(rows.device)
         axes = (len(VIEWS), len(rows.train), len(self.segments), len(self.dampings))
         parts = np.empty((*axes, num_subsets, len(chosen)))
@@ -313,7 +313,7 @@ def _calibrated_targets(
     by_column = torch.from_numpy(np.repeat(weights.reshape(shape), widths, axis=2)).to(rows.device)
     mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
     for c, table in enumerate(rows.train):
-        totals = [by_column.new_zeros(rows.num_targets, rows.width) for _ in VIEWS]
+        totals = [by_column.new_zeros(rows.num_targets, rows.layout.width) for _ in VIEWS]
         for d, damping in enumerate(fit.dampings):
             targets = rows.at_damping(table, damping)
             for v, total in enumerate(totals):

@@ -102,7 +102,8 @@ def try_removals(
             )
     labels = None
     if groups is not None:
-        labels = labels_of(groups, scores.columns, num_rows, "The groups of train rows").places
+        columns = scores.columns if isinstance(groups, str) else {}
+        labels = labels_of(groups, columns, num_rows).places
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:

@@ -396,8 +396,8 @@ def _drop_others(store: AbstractFeatureStore, folder: str, path: str) -> None:
 
 
 def _sampled_rows(source: ScoreSource) -> NDArray[np.int64]:
-    directions = min(_MOST_DIRECTIONS, len(source.train) * source.width)
-    fitting = max(1024, _SAMPLED_VALUES // source.width)
+    directions = min(_MOST_DIRECTIONS, len(source.train) * source.layout.width)
+    fitting = max(1024, _SAMPLED_VALUES // source.layout.width)
     return _scattered(source.num_rows, min(_SAMPLED_PER_DIRECTION * directions, fitting))
 
 

@@ -29,7 +29,7 @@ from trak_lite.run import tables
 from trak_lite.run.stored_settings import row_kind
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
-from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Manifest
+from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout
 
 logger = logging.getLogger(__name__)
@@ -88,19 +88,9 @@ class ScoreSource:
                 yield
 
     @property
-    def manifest(self) -> Manifest:
-        """Settings and versions that the rows were made with."""
-        return self.store.manifest
-
-    @property
     def num_rows(self) -> int:
         """N."""
         return self.train[0].spec.num_rows
-
-    @property
-    def width(self) -> int:
-        """K."""
-        return self.layout.width
 
     @property
     def digests(self) -> list[str]:
@@ -197,12 +187,8 @@ class ScoreSource:
 
     def product_dtype(self, *dampings: float | None) -> torch.dtype:
         """Return the dtype of targets that were multiplied by (H + lambda I)^-1 at these dampings."""
-        width = self._widest  # the trace in units of the damping
+        width = max(segment.width for segment in self.layout.segments)  # the trace in units of the damping
         return product_dtype(dampings, width, rank=min(self.num_rows, width), device=self.device)
-
-    @property
-    def _widest(self) -> int:
-        return max(segment.width for segment in self.layout.segments)
 
     def tiles(
         self,
@@ -278,7 +264,7 @@ class ScoreSource:
         Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows, and
         :class:`NonFiniteError` if a product is beyond float32.
         """
-        if row_kind(self.manifest) == "adam_update":
+        if row_kind(self.store.manifest) == "adam_update":
             raise InvalidInputError(
                 "Self-influence needs the gradients of train rows, and these are Adam updates (normalize="
                 "'adam_update'). Score the train data as targets and take the diagonal."

@@ -112,7 +112,7 @@ def _scores(
 
     See :meth:`ScoreResult.scores`.
     """
-    made = source.manifest.made_with.get("settings")
+    made = source.store.manifest.made_with.get("settings")
     matrix: AbstractScoreMatrix
     if path is not None:
         # The targets' features may be gone: scores outlast them, and a killed drop_checkpoint removes them first.
@@ -125,7 +125,7 @@ def _scores(
         matrix,
         source.name,
         source.method,
-        source.manifest,
+        source.store.manifest,
         shown_settings(
             source.method,
             **(shown or {}),
@@ -220,7 +220,7 @@ def _refuse_outgrown_targets(source: ScoreSource) -> None:
     targets = source.target_identity
     curvature = targets.get("curvature") if isinstance(targets, Mapping) else None
     fitted = curvature.get("dataset") if isinstance(curvature, Mapping) else None
-    if fitted not in (None, digest_of(source.manifest.fingerprint.get("dataset", {}))):
+    if fitted not in (None, digest_of(source.store.manifest.fingerprint.get("dataset", {}))):
         raise StateError(
             f"The targets {source.name!r} are multiplied by a curvature that was fitted to fewer train rows than the "
             f"store has now. Score under another name, or drop_scores({source.name!r}) and score again."

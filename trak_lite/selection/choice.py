@@ -140,7 +140,7 @@ def select(
     if method == "balanced":
         rows, more, settings = _balanced(best, k, _labels(groups, data, scores, num_rows), quotas, wanted)
     elif method == "greedy":
-        read = partial(_feature_reader, scores, features, num_rows)
+        read = _feature_reader(scores, features, num_rows)
         rows, more, settings = _greedy(best, k, read, diversity, pool, most)
     else:
         rows, more, settings = best(np.array([k])), {}, {}
@@ -236,7 +236,7 @@ def _given(groups: Column, k: int, quotas: Mapping[Any, int]) -> NDArray[np.int6
 def _greedy(
     best: Callable[..., Candidates],
     k: int,
-    reader: Callable[[], Callable[[NDArray[np.int64]], Sequence[NDArray[Any]]]],
+    read: Callable[[NDArray[np.int64]], Sequence[NDArray[Any]]],
     diversity: float | None,
     pool: int | None,
     most: int,
@@ -247,7 +247,6 @@ def _greedy(
     if size < k:
         raise InvalidInputError(f"pool is {size}, and k is {k}. Give a pool of at least k candidates.")
     settings = {"diversity": alpha, "pool": min(size, most)}
-    read = reader()  # an error comes before a score is read
     rows = best(np.array([settings["pool"]]))
     rows = rows.take(np.argsort(rows.rows))  # of equal gains the lower row is chosen
     chosen = greedy(rows.values, read(rows.rows), k, diversity=alpha)

@@ -200,11 +200,6 @@ class _SharedBlocks:
                 workspace.store().drop_table(self._path)
             self.forget()
 
-    def are_scores(self) -> bool:
-        """Return whether the scores are stored, by this process or another one."""
-        with self._workspace.reading() as store:
-            return self._scores in store.table_names() and store.open_table(self._scores).complete
-
     def scores(self, replay: Replay, block: int | None) -> NDArray[np.float32] | None:
         """Return the scores ``(N, M)``, when all blocks are finished; ``None`` if another process has stored them.
 
@@ -233,8 +228,11 @@ class _SharedBlocks:
                 self._fill(table, replay, done)
             return np.ascontiguousarray(table.read(SCORES).T)
         except StoreError:
-            if self.are_scores():  # and the blocks were removed
-                return None
+            with (
+                self._workspace.reading() as stored
+            ):  # another process may have stored the scores, without the blocks
+                if self._scores in stored.table_names() and stored.open_table(self._scores).complete:
+                    return None
             raise
 
     def _fill(self, table: AbstractRowTable, replay: Replay, done: KeptProgress) -> None:
