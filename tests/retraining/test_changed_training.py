@@ -6,6 +6,7 @@ import types
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -16,12 +17,10 @@ from torch import nn
 
 import trak_lite
 from trak_lite import Attributor
-from trak_lite.evaluation.datamodeling import compared_scores
 from trak_lite.unrolled import SGD, Recipe
 
 N, M, BUDGET, RESAMPLES = 24, 5, 6, 20
-
-
+DEFAULTS = resolve_name("trak_lite.evaluation.datamodeling:compared_scores").__kwdefaults__
 TRAIN, OTHER_TRAIN, TARGETS = labelled(N, 0), labelled(N, 2), labelled(M, 1)
 CALLS = []
 
@@ -125,7 +124,7 @@ def edited(edit, lr, folder):
 
 @pytest.fixture(autouse=True)
 def _cheap(monkeypatch):
-    monkeypatch.setitem(compared_scores.__kwdefaults__, "num_resamples", RESAMPLES)
+    monkeypatch.setitem(DEFAULTS, "num_resamples", RESAMPLES)
     CALLS.clear()
 
 
@@ -242,7 +241,7 @@ def test_a_training_that_is_not_deterministic_is_said_to_be(made):
 def verify_beside_others(path, log, meeting):
     """Verify in a process of its own; its second training waits for that of the other process."""
     torch.set_num_threads(1)
-    compared_scores.__kwdefaults__["num_resamples"] = RESAMPLES
+    DEFAULTS["num_resamples"] = RESAMPLES
     calls = []
 
     def meeting_train(indices, seed):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
 
-from trak_lite.core.sealed import BLANK, seal
 from trak_lite.errors import InvalidInputError
 from trak_lite.selection import Selection, select
 
@@ -84,6 +84,7 @@ def test_a_selection_that_could_not_be_read_again_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+seal, BLANK = (resolve_name(f"trak_lite.core.sealed:{name}") for name in ("seal", "BLANK"))
 CHANGES = [
     lambda content: content.update(
         kinds={"group": "V"}, columns={**content["columns"], "group": [[1, 2]] * 7}
