@@ -162,7 +162,7 @@ def class_labels(
             f"The {what} have dtype {labels.dtype}. Expected integer class indices (for example torch.int64)."
         )
     labels = labels.long()
-    valid = (labels >= 0) & (labels < num_classes)
+    valid = labels == labels.clamp(0, num_classes - 1)
     for value in ignored:
         valid = valid | (labels == value)
     if start:

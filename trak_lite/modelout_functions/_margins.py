@@ -45,7 +45,8 @@ def class_margins(logits: Tensor, labels: Tensor, *, unused: Tensor | None = Non
     """
     count = logits.shape[-1]
     # An index out of range is a fatal CUDA error, so clamp it here and set the result to NaN below.
-    index = labels.clamp(0, count - 1).unsqueeze(-1)
+    inside = labels.clamp(0, count - 1)
+    index = inside.unsqueeze(-1)
     # Subtract the label's logit before logsumexp, not after: a large common offset then costs no precision.
     l_y = logits.gather(-1, index)
     if unused is not None:
@@ -54,7 +55,7 @@ def class_margins(logits: Tensor, labels: Tensor, *, unused: Tensor | None = Non
     rivals = logits - l_y
     is_label = torch.arange(count, device=logits.device) == index
     margins = -rivals.masked_fill(is_label, -torch.inf).logsumexp(-1)
-    return margins * nan_unless((labels >= 0) & (labels < count), margins)
+    return margins * nan_unless(labels == inside, margins)
 
 
 def two_class_margins(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,12 +64,12 @@ def two_class_margins(logits: Tensor, labels: Tensor) -> Tensor:
     return logits * signs * nan_unless((labels == 0) | (labels == 1), logits)
 
 
-def margin_terms(margins: Tensor, count: Tensor | float = 1.0) -> OutputTerms:
-    r"""Return the terms of :math:`L = n \log(1 + e^{-f/n})` for sums f ``(B,)`` of n margins."""
-    mean = margins.detach() / count
+def margin_terms(margins: Tensor, count: Tensor | float | None = None) -> OutputTerms:
+    r"""Return the terms of :math:`L = n \log(1 + e^{-f/n})` for sums f ``(B,)`` of n margins, by default of one."""
+    mean = margins.detach() if count is None else margins.detach() / count
     # Two sigmoids instead of 1 - p: both p and 1 - p keep full precision close to 0.
     wrong, right = torch.sigmoid(-mean), torch.sigmoid(mean)
-    return OutputTerms(margins, wrong, wrong * right / count)
+    return OutputTerms(margins, wrong, wrong * right if count is None else wrong * right / count)
 
 
 def multiclass_terms(logits: Tensor, labels: Tensor, *, temperature: float) -> OutputTerms:
