@@ -76,7 +76,16 @@ def score_block(
     Raises:
         InvalidInputError: If shapes, devices or dtypes do not fit, or ``accumulate`` is set without ``out``.
     """
-    _check_pair(train, preconditioned)
+    fits = train.dim() == preconditioned.dim() == 2 and train.shape[1] == preconditioned.shape[1]
+    if not (fits and train.is_floating_point() and preconditioned.is_floating_point()):
+        raise InvalidInputError(
+            "Train rows and targets must be floating tensors (b, K) and (M, K) of one width, got "
+            f"{tuple(train.shape)} of {train.dtype} and {tuple(preconditioned.shape)} of {preconditioned.dtype}."
+        )
+    if train.device != preconditioned.device:
+        raise InvalidInputError(
+            f"Train rows are on {train.device} and targets on {preconditioned.device}. Move both to one device."
+        )
     if row_weights is not None and row_weights.shape != train.shape[:1]:
         raise InvalidInputError(
             f"row_weights must have one number for each of the {train.shape[0]} train rows, got shape "
@@ -194,16 +203,3 @@ def unit_rows(rows: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(scaled, dim=1, keepdim=True)
     unit: Tensor = scaled / norms.masked_fill(norms == 0, 1.0)
     return unit
-
-
-def _check_pair(train: Tensor, targets: Tensor) -> None:
-    fits = train.dim() == targets.dim() == 2 and train.shape[1] == targets.shape[1]
-    if not (fits and train.is_floating_point() and targets.is_floating_point()):
-        raise InvalidInputError(
-            "Train rows and targets must be floating tensors (b, K) and (M, K) of one width, got "
-            f"{tuple(train.shape)} of {train.dtype} and {tuple(targets.shape)} of {targets.dtype}."
-        )
-    if train.device != targets.device:
-        raise InvalidInputError(
-            f"Train rows are on {train.device} and targets on {targets.device}. Move both to one device."
-        )

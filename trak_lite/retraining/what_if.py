@@ -232,7 +232,7 @@ def _scores_of_samples(scores: Scores, data: Any, numbers: NDArray[np.int64]) ->
             index = digests.index(digest)
             term = terms[index]
             passes = session.row_pass(rows, model_id_of(term.train))
-            plan = [np.arange(i, min(i + rows.batch_size, count)) for i in range(0, count, rows.batch_size)]
+            plan = rows_in_batches(np.arange(count), rows.batch_size)
             for computed in passes.stream(plan, lambda: 0):
                 features = computed.features if term.transform is None else term.transform(computed.features)
                 products[index, computed.wanted] = (features.double() @ term.targets.double().T).cpu().numpy()

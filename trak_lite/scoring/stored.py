@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from trak_lite.core.devices import float64_device
 from trak_lite.core.json_text import digest_of, shown
 from trak_lite.core.validate import some_of
+from trak_lite.data.batches import rows_in_batches
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import Run
 from trak_lite.methods import AbstractMethod
@@ -316,8 +317,7 @@ class ScoreResult:
             columns[tables.ERRORS] = made.errors
         spec = replace(self._spec, columns=tuple(Column(name, shape[1], "float32") for name in columns))
         table = self.source.store.create_table(self._path, spec, shown)
-        for start in range(0, len(made.scores), self._spec.chunk_rows):
-            rows = np.arange(start, min(start + self._spec.chunk_rows, len(made.scores)))
+        for rows in rows_in_batches(np.arange(len(made.scores)), self._spec.chunk_rows):
             # A process that was killed here, or another one, has written some chunks.
             with contextlib.suppress(BusyError, StateError):
                 table.put(rows, {column: values[rows] for column, values in columns.items()})

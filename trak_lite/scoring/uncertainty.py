@@ -144,17 +144,14 @@ class Repeats:
         return standard_error(values, self._shares, factors, sizes)
 
     def _parts(self, rows: NDArray[np.int64], targets: slice) -> Iterator[list[Tensor]]:
-        """Yield the scores of every group alone, for as many targets at a time as are ranked together."""
+        """Yield the scores of every group alone ``(rows, M)``, for as many targets at a time as are ranked together."""
         width = max(1, _RANKED_VALUES // (len(rows) * len(self._groups)))
         chosen = range(self._source.num_targets)[targets]
         for start in range(0, len(chosen), width):
             part = chosen[start : start + width]
-            yield self._scores(rows, slice(part.start, part.stop, part.step))
-
-    def _scores(self, rows: NDArray[np.int64], targets: slice) -> list[Tensor]:
-        """Return the scores of every group alone, ``(rows, M)``."""
-        pairs = zip(*self._parts_of_means(self._source.terms(targets), rows), strict=True)
-        return [products * factors.to(products)[:, None] for products, factors in pairs]
+            terms = self._source.terms(slice(part.start, part.stop, part.step))
+            pairs = zip(*self._parts_of_means(terms, rows), strict=True)
+            yield [products * factors.to(products)[:, None] for products, factors in pairs]
 
     def _parts_of_means(
         self, terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64]

@@ -149,11 +149,10 @@ class Replay:
 
     def scores(self, block: int | None) -> NDArray[np.float32]:
         """Return the scores ``(N, M)``; nothing is stored."""
-        count, size = len(self._targets), self.size(block)
-        starts, scores = range(0, count, size), np.empty((len(self._run.weights), count), np.float32)
-        with self.progress(len(starts)) as done:
-            for start in starts:
-                targets = np.arange(start, min(start + size, count))
+        blocks = rows_in_batches(np.arange(len(self._targets)), self.size(block))
+        scores = np.empty((len(self._run.weights), len(self._targets)), np.float32)
+        with self.progress(len(blocks)) as done:
+            for targets in blocks:
                 scores[:, targets] = self.block(targets, None, done).T
         return scores
 
