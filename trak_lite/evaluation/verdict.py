@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from textwrap import indent
 from types import UnionType
 from typing import Any, NamedTuple, Self, cast, final, get_args, get_origin, get_type_hints
@@ -235,5 +235,4 @@ def _read(kind: Any, value: Any) -> Any:
     if not is_dataclass(kind):
         return kind(value)
     kinds, cls = get_type_hints(kind), cast("type[Any]", kind)
-    stored = (one.name for one in fields(kind) if one.default is MISSING or one.name in value)
-    return cls(**{name: _read(kinds[name], value[name]) for name in stored})
+    return cls(**{one.name: _read(kinds[one.name], value[one.name]) for one in fields(kind)})

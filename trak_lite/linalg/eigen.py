@@ -94,6 +94,7 @@ def eigenpath(gram: Tensor, *, segment: str = "joint") -> EigenKernel:
     return EigenKernel(*eigh_of_positive(gram))
 
 
+@torch.no_grad()
 def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> list[EigenKernel]:
     """Return the eigendecompositions of all segments' gram matrices.
 
@@ -108,7 +109,7 @@ def eigenpath_segments(grams: Sequence[Tensor], *, layout: FeatureLayout) -> lis
     check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
     means = mean_eigenvalues(grams, [segment.name for segment in layout.segments])
     return [
-        eigenpath(matrix, segment=segment.name)
+        EigenKernel(*eigh_of_positive(matrix))
         if mean > 0.0
         else EigenKernel(matrix.new_zeros(0), matrix.new_zeros(segment.width, 0))
         for matrix, mean, segment in zip(grams, means, layout.segments, strict=True)

@@ -117,14 +117,12 @@ class ScoreSource:
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""
-        grams, dtype = self._grams, self.product_dtype()
+        grams, dtype = self._grams, torch.float32
         if grams is not None:
             grams.make(self.train, self.ranks)
             # The trace, which lambda_reg is small or large against, is not known yet.
-            if grams.settings.lambda_reg is not None:
-                dtype = wide_dtype(self.device)
-            else:
-                dtype = self.product_dtype(grams.settings.damping)
+            is_absolute = grams.settings.lambda_reg is not None
+            dtype = wide_dtype(self.device) if is_absolute else self.product_dtype(grams.settings.damping)
         terms = []
         for table, weight in zip(self.train, self.weights, strict=True):
             rows = self._rows(table, targets)
