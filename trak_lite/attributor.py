@@ -42,8 +42,7 @@ from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.plan import Plan
 from trak_lite.scoring.planning import planned
 from trak_lite.scoring.scores import Scores
-from trak_lite.scoring.sessions import matrix_scores, scoring_session
-from trak_lite.scoring.stored import drop_scores, stored_scores
+from trak_lite.scoring.stored import drop_scores, matrix_scores, scoring_session, stored_scores
 from trak_lite.scoring.unprojected import (
     MAX_BYTES,
     Refine,
