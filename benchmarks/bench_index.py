@@ -229,7 +229,9 @@ def whitened(folder: str) -> dict[str, Any]:
     terms = source.terms()
     assert source._grams is not None
     kernels = source._kernels(source.train[0], source._grams)
-    out = np.lib.format.open_memmap(f"{folder}/rows.npy", "w+", np.float16, (source.num_rows, source.width))
+    out = np.lib.format.open_memmap(
+        f"{folder}/rows.npy", "w+", np.float16, (source.num_rows, source.layout.width)
+    )
     targets = torch.empty_like(terms[0].targets)
     for segment, kernel in zip(source.layout.segments, kernels, strict=True):
         targets[:, segment.start : segment.stop] = (

@@ -75,7 +75,7 @@ def worker(folder: str, method: str) -> dict[str, Any]:
     store = ZarrFeatureStore.open(f"{folder}/run.zarr", mapping="never")
     matrix = StoredMatrix(store.open_table("scores"))
     source = source_of(store)
-    scores = Scores(matrix, "random", source.method, source.manifest, {}, row_source=source)
+    scores = Scores(matrix, "random", source.method, source.store.manifest, {}, row_source=source)
     small = np.random.default_rng(0).standard_normal((2000, TARGETS), dtype=np.float32)
     more: dict[str, Any] = {}
     if method == "balanced":

@@ -236,11 +236,7 @@ def test_scoring_again_returns_the_result_and_other_targets_are_refused(tmp_path
     assert not np.allclose(other.score(TARGETS, name="more", checkpoints=states()).numpy(), expected)
 
 
-@pytest.mark.parametrize("chunks", [{}, {"chunk_rows": 32}])
-def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(
-    tmp_path, monkeypatch, expected, chunks
-):
-    """Also in a table of smaller chunks, as an earlier version began it."""
+def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(tmp_path, monkeypatch, expected):
     made, targets = attributor(tmp_path / "a.zarr"), {"name": "t", "batch_size": 2}
     made.featurize(TRAIN, checkpoints=states())
     with pytest.raises(KeyboardInterrupt):
@@ -250,7 +246,7 @@ def test_interrupted_scoring_is_not_read_and_resumes_with_the_same_bits(
     def stop(self, path, spec, *given):
         if path != "scores/test":
             return create(self, path, spec, *given)
-        create(self, path, replace(spec, **chunks), *given)
+        create(self, path, spec, *given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

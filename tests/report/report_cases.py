@@ -57,7 +57,7 @@ def drawn_scores(
     source = ScoreSource(store, train, name, method, layout=layout, target_identity={}, device=device)
     entries = SimpleNamespace(verdict={Verdict: verdict}.get, predictions=lambda: predictions)
     settings = shown_settings(method, checkpoints=num_checkpoints)
-    made_with = name, method, source.manifest, settings
+    made_with = name, method, source.store.manifest, settings
     return Scores(StreamedMatrix(source), *made_with, row_source=source, entries=entries)
 
 
