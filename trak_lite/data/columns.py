@@ -188,12 +188,12 @@ def weights_of(weights: ArrayLike | str, columns: Mapping[str, Column], num_rows
     return array.astype(np.float64)
 
 
-def labels_of(labels: ArrayLike | str, columns: Mapping[str, Column], num_rows: int) -> Column:
-    """Return a label per train row: the given ones, or the column of a name."""
+def labels_of(labels: ArrayLike | str, columns: Mapping[str, Column], num_rows: int, what: str) -> Column:
+    """Return a label per train row: the given ones, called ``what`` in messages, or the column of a name."""
     if isinstance(labels, str):
         require_columns([labels], columns)
         return columns[labels]
-    return Column.of(labels, num_rows, "The labels of train rows")
+    return Column.of(labels, num_rows, what)
 
 
 def require_columns(names: Iterable[str], columns: Mapping[str, Column]) -> None:

@@ -170,19 +170,10 @@ def naming_graph_failures(module: nn.Module | None = None) -> Iterator[None]:
     ``.grad``. The block is inside one of :func:`differentiating_only`.
     """
     model = "The model" if module is None else type(module).__name__
+    for parameter in () if module is None else module.parameters():
+        parameter.grad = None  # which a backward pass inside the forward pass may have filled; that is no part of f
     try:
-        for parameter in () if module is None else module.parameters():
-            parameter.grad = (
-                None  # of a backward pass inside the forward pass, whose result autograd differentiates
-            )
         yield
-        filled = [] if module is None else [n for n, p in module.named_parameters() if p.grad is not None]
-        if filled:
-            raise UnsupportedModelError(
-                f"The backward pass of {model} calls backward() inside, as reversible layers do, and leaves the "
-                f"gradients of {some_of(filled)} in .grad, where those of one output cannot be read. Compute these "
-                "layers without their autograd.Function, which saves memory in training: the gradients are the same."
-            )
     except UnsupportedModelError:
         raise
     except RuntimeError as error:
@@ -198,6 +189,13 @@ def naming_graph_failures(module: nn.Module | None = None) -> Iterator[None]:
             "it computes once in eval mode. Expected independent passes. Detach the tensor, or clear it in the output "
             "function."
         ) from error
+    filled = [] if module is None else [name for name, p in module.named_parameters() if p.grad is not None]
+    if filled:
+        raise UnsupportedModelError(
+            f"The backward pass of {model} calls backward() inside, as reversible layers do, and leaves the gradients "
+            f"of {some_of(filled)} in .grad, where those of one output cannot be read. Compute these layers without "
+            "their autograd.Function, which saves memory in training: the gradients are the same."
+        )
 
 
 class SeenDtypes(TorchFunctionMode):

@@ -103,7 +103,7 @@ def try_removals(
     labels = None
     if groups is not None:
         columns = scores.columns if isinstance(groups, str) else {}
-        labels = labels_of(groups, columns, num_rows).places
+        labels = labels_of(groups, columns, num_rows, "The groups of train rows").places
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:

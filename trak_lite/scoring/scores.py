@@ -303,7 +303,7 @@ class Scores:
             )
         num_rows, num_targets = self.shape
         columns = self.columns if isinstance(rows, str) else {}
-        train = None if rows is None else labels_of(rows, columns, num_rows)
+        train = None if rows is None else labels_of(rows, columns, num_rows, "The labels of train rows")
         labels = None if targets is None else Column.of(targets, num_targets, "The labels of targets")
         return group_sums(self.matrix, train, labels, self._choice(where, weights))
 
