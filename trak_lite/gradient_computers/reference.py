@@ -171,7 +171,9 @@ def naming_graph_failures(module: nn.Module | None = None) -> Iterator[None]:
     """
     model = "The model" if module is None else type(module).__name__
     for parameter in () if module is None else module.parameters():
-        parameter.grad = None  # which a backward pass inside the forward pass may have filled; that is no part of f
+        parameter.grad = (
+            None  # which a backward pass inside the forward pass may have filled; that is no part of f
+        )
     try:
         yield
     except UnsupportedModelError:
