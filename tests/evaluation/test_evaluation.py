@@ -369,6 +369,9 @@ INVALID = [
     (evaluation.leave_one_out_masks, {"": (3, np.array([], dtype=np.int64))}, "at least one"),
     (evaluation.leave_one_out_masks, {"": (3, [0.5])}, "list of integers"),
     (evaluation.target_loss_rise, {"": ([0.0, 1.0], [0.0])}, r"before must be \(M,\).*got \(2,\) and \(1,\)"),
+    *((f, {**given, "seed": seed}, f"seed must be an integer of at least 0, got {seed}")
+      for f, given in ((evaluation.subset_masks, {"": (4, 1)}), (lds, {}),
+                       (evaluation.target_loss_rise, {"": ([0.0], [0.0])})) for seed in (None, -1, 1.5)),
     (evaluation.target_loss_rise, {"": ([0.0], [0.0]), "confidence": 0.0},
      "confidence must lie between 0 and 1, got 0.0"),
     *((evaluation.bm25, {"": (texts, ["dog"])}, "no word in the train texts") for texts in ([], ["", "?"])),

@@ -297,6 +297,12 @@ def test_a_training_may_use_the_attributed_model_itself_or_return_a_state_dict(a
     [
         ({"budget": 1}, InvalidInputError, "budget must be an integer of at least 2, got 1"),
         ({"budget": 5, "calibrate": True}, InvalidInputError, "at least 6 with calibrate=True, got 5"),
+        ({"budget": 10**20}, InvalidInputError, "and at most 1,000,000, got 100000000000000000000"),
+        # None would be other subsets in every call, which never find their stored retrainings.
+        *(
+            ({"subset_seed": seed}, InvalidInputError, f"subset_seed must be .* at least 0, got {seed}")
+            for seed in (None, -1, 1.5)
+        ),
         ({"targets": dataset(M, 5)}, ManifestMismatchError, "targets.tensors"),
         ({"texts": (["a"], ["b"])}, InvalidInputError, f"60 train texts and {M} target texts, got 1 and 1"),
         ({"train_fn": lambda *_: nn.Linear(4, 3)}, RetrainingError, "0, seed 0 .* not fit Sequential"),

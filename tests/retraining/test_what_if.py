@@ -376,7 +376,9 @@ SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [
-        ({"budget": 8}, "budget must be at least 9, got 8"),
+        ({"budget": 8}, "budget must be an integer of at least 9, got 8"),
+        ({"budget": 10**20}, "and at most 1,000,000, got 1"),
+        ({"seed": None}, "seed must be an integer of at least 0, got None"),
         (
             {"base_seeds": (0,)},
             r"base_seeds must be 2 or more different integers, such as \(0, 1\), got \(0,\)",

@@ -145,6 +145,7 @@ def test_a_damaged_verdict_is_named(run):
     [
         ({"budget": 1}, "budget"),
         ({"budget": 2.5}, "budget"),
+        ({"subset_seed": None}, "subset_seed must be an integer of at least 0, got None"),
         ({"run": lambda rows, seed: mlp(seed)}, "takes a TrainingRun"),
         ({"targets": TensorDataset(*vectors(3, 1))}, "3 targets"),
     ],

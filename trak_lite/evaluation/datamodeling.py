@@ -19,7 +19,7 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite.core.validate import positive_int
+from trak_lite.core.validate import integer_at_least, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
@@ -379,7 +379,7 @@ def _bootstrapped(
 
     ``permuted`` are their standard deviations over permutations of the subsets.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(integer_at_least(0, seed=seed))
     quantile = NormalDist().inv_cdf((1.0 + coverage(confidence=confidence)) / 2.0)
     draws = [
         statistics(*(np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64) for n in shape))

@@ -13,7 +13,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite.core.validate import one_of, positive_int
+from trak_lite.core.validate import integer_at_least, one_of, positive_int
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 
@@ -30,7 +30,7 @@ def subset_masks(
         num_rows: N.
         num_subsets: S.
         alpha: Share of rows that a subset keeps, above 0 and below 1; published scores mostly use 0.5.
-        seed: Seed of the draw.
+        seed: Seed of the draw, at least 0.
         strata: ``(N,)`` group of every row (such as its label): every subset keeps the same number of rows of a group,
             a share alpha of it, rounded down or up such that the sizes add up.
 
@@ -54,7 +54,7 @@ def subset_masks(
     groups = _groups(num_rows, strata)
     sizes = _apportion([len(group) for group in groups], alpha, size)
     possible = math.prod(math.comb(len(group), count) for group, count in zip(groups, sizes, strict=True))
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(integer_at_least(0, seed=seed))  # None would draw others at each call
     masks = np.zeros((num_subsets, num_rows), np.bool_)
     drawn: set[bytes] = set()
     for mask in masks:
@@ -147,7 +147,7 @@ def target_loss_rise(
         )
     rise = (last if last.ndim == 1 else last.mean(axis=0)) - first
     tail = (1.0 - coverage(confidence=confidence)) / 2.0
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(integer_at_least(0, seed=seed))
     draws = [
         rise[rng.integers(0, len(rise), len(rise))].mean()
         for _ in range(positive_int(num_resamples=num_resamples))

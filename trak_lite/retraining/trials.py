@@ -13,13 +13,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite.core.validate import positive_int
+from trak_lite.core.validate import integer_at_least
 from trak_lite.data.columns import labels_of
 from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation.trials import Array, Trials, fewest_trials
 from trak_lite.retraining.plans import TrainFunction, seed_numbers, seed_step
-from trak_lite.retraining.verify import Retrain, measured
+from trak_lite.retraining.verify import Retrain, check_budget, measured
 from trak_lite.retraining.what_if import SummedEffects
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
@@ -68,19 +68,18 @@ def try_removals(
         seeds: Seeds of the models that are trained without the first set; those of the other sets follow them. They are
             not those of the models of all rows.
         base_seeds: Seeds of the models that are trained on all rows, at least 2.
-        seed: Seed of the sets.
+        seed: Seed of the sets, at least 0.
         train_id: As in :func:`~trak_lite.verify`.
 
     Raises:
         InvalidInputError: If the budget is too small for an interval, or larger than the number of sets, a share is not
-            between 0 and 1, or seeds or groups cannot be used.
+            between 0 and 1, or a seed or groups cannot be used.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
         ManifestMismatchError: If ``targets`` are not those that were scored.
         RetrainingError: If a training fails; names subset and seed.
     """
-    num_rows, least, budget = len(scores), fewest_trials(0.9), positive_int(budget=budget)
-    if budget < least:
-        raise InvalidInputError(f"budget must be at least {least}, got {budget}.")
+    num_rows, budget = len(scores), check_budget(budget, fewest=fewest_trials(0.9))
+    seed_of_sets = integer_at_least(0, seed=seed)  # None would draw others at each call
     firsts, of_all = seed_numbers(seeds=seeds), seed_numbers(2, base_seeds=base_seeds)
     used = {seed + number * seed_step(firsts) for seed in firsts for number in range(budget)}
     if not used.isdisjoint(of_all):
@@ -107,7 +106,7 @@ def try_removals(
     some = np.arange(scores.shape[1])[every_nth(scores.shape[1], _KEPT_TARGETS)]
 
     def measure(retrain: Retrain, entries: ScoreEntries) -> Array:
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed_of_sets)
         q = None if scores.row_source is None else np.abs(scores.row_source.mean_out_to_loss())
         sets = list(_trial_sets(scores.numpy(), sizes, budget, rng, labels, some, q))
         masks = np.ones((budget, num_rows), np.bool_)

@@ -58,6 +58,7 @@ Retrain: TypeAlias = Callable[..., Retrained]
 _KEPT_TARGETS: Final = 64
 """Number of targets whose predictions are stored for plots."""
 _FEWEST_FOR_CALIBRATION: Final = 6
+_LARGEST_BUDGET: Final = 1_000_000
 _LEFT_OUT: Final = (0.01, 0.05, 0.1, 0.5)
 """Shares of the train rows that are left out of one run."""
 
@@ -101,7 +102,7 @@ def verify(
             seeds.
         alpha: Share of the train rows in a subset.
         strata: ``(N,)`` group of each train row. Every subset contains the same share of each group.
-        subset_seed: Seed of the subsets.
+        subset_seed: Seed of the subsets, at least 0.
         calibrate: Fit weights per checkpoint, module, damping and position of q on every other subset. They are stored
             for :func:`calibrated_scores` only if they are significantly better on the remaining subsets.
         texts: Train texts and target texts (or their tokens) for the BM25 baseline.
@@ -110,14 +111,16 @@ def verify(
             retrainings of this name are used without repeating one: change it with all that the training depends on.
 
     Raises:
-        InvalidInputError: If the budget is too small, texts or strata have the wrong length, or ``calibrate=True`` and
-            the scores have no kernel.
+        InvalidInputError: If budget or subset_seed is out of range, texts or strata have the wrong length, or
+            ``calibrate=True`` and the scores have no kernel.
         StateError: If the matrix of the scores is not stored, or they were opened without a model.
         ManifestMismatchError: If ``targets`` are not those that were scored.
         RetrainingError: If a training fails; names subset and seed.
         UnsupportedModelError: If the model is sharded.
     """
-    budget = integer_at_least(_FEWEST_FOR_CALIBRATION if calibrate else 2, budget=budget)
+    if calibrate:
+        check_budget(budget, fewest=_FEWEST_FOR_CALIBRATION, where=" with calibrate=True")
+    budget, subset_seed = check_budget(budget), integer_at_least(0, subset_seed=subset_seed)
 
     def decide(retrain: Retrain, entries: ScoreEntries) -> dict[str, Any]:
         source = source_of_stored(entries.store, scores)
@@ -301,7 +304,7 @@ def verify_run(
         run: A finished run.
         targets: The targets that were scored: a dataset, a DataLoader or :class:`~trak_lite.Rows`.
         budget: Number of random subsets of each share. From fewer than 5 nothing follows: the interval is [-1, 1].
-        subset_seed: Seed of the subsets.
+        subset_seed: Seed of the subsets, at least 0.
         confidence: Nominal coverage of the intervals.
         task: Defines f; ``None`` is the task that the scores were made with.
 
@@ -309,8 +312,8 @@ def verify_run(
         An LDS per share of rows left out.
 
     Raises:
-        InvalidInputError: If the budget is too small, scores, run and targets differ in size, the scores were made from
-            other train rows or with another architecture than the run, or the run has one row.
+        InvalidInputError: If budget or subset_seed is out of range, scores, run and targets differ in size, the scores
+            were made from other train rows or with another architecture than the run, or the run has one row.
         ManifestMismatchError: If scores of a replay belong to other targets, another task, other data or another model,
             or the training has changed since.
         RetrainingError: If a training fails; names subset and seed.
@@ -319,7 +322,7 @@ def verify_run(
         raise InvalidInputError(
             f"verify_run takes a TrainingRun (recipe.train(...)), got {type(run).__name__}. A train_fn is for verify."
         )
-    budget = integer_at_least(2, budget=budget)
+    budget, subset_seed = check_budget(budget), integer_at_least(0, subset_seed=subset_seed)
     try:
         asked = scores.task if task is None else resolve_task(task)
     except StateError as error:
@@ -360,6 +363,18 @@ def verify_run(
     verdict = OneRunVerdict(tuple(estimates), budget, len(rows), run.metasmoothness(), confidence, run.digest)
     scores.keep(verdict)
     return verdict
+
+
+def check_budget(budget: int, *, fewest: int = 2, where: str = "") -> int:
+    """Return the number of subsets; raise if it is out of range, before the first training."""
+    is_number = isinstance(budget, int | np.integer) and not isinstance(budget, bool)
+    if not is_number or not fewest <= budget <= _LARGEST_BUDGET:
+        most = f", and at most {_LARGEST_BUDGET:,}" if is_number and budget > _LARGEST_BUDGET else ""
+        raise InvalidInputError(
+            f"budget must be an integer of at least {fewest}{where}{most}, got {budget!r}. Every subset costs one "
+            "training per seed."
+        )
+    return int(budget)
 
 
 def _require_scored(scores: Scores, run: TrainingRun, identity: Mapping[str, Any]) -> None:
