@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_runs import Counting, contents, labelled, perceptron, random_states, rewrite_settings
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import (
@@ -381,6 +381,15 @@ def test_contexts_of_the_caller_change_no_number(tmp_path, context, expected, ou
             context is CONTEXTS["autocast"],
             context is CONTEXTS["inference_mode"],
         )
+
+
+@pytest.mark.parametrize("computer", ["hook", "functional", "iterative"])
+def test_a_collate_function_may_compute_in_inference_mode(computer, expected):
+    """Such as embeddings, which autograd cannot save as they are."""
+    collate = torch.inference_mode()(lambda samples: default_collate(samples))
+    made = attributor(collate=collate, gradient_computer=computer)
+    made.featurize(TRAIN, checkpoints=states())
+    np.testing.assert_allclose(made.score(TARGETS).numpy(), expected, rtol=1e-3, atol=1e-5)
 
 
 def test_threads_take_turns_with_a_model_and_its_store():

@@ -35,6 +35,7 @@ from traker_cases import (
 )
 
 from trak_lite import TRAKer, errors
+from trak_lite.gradient_computers import GRADIENT_COMPUTERS
 from trak_lite.modelout_functions import ImageClassificationModelOutput
 from trak_lite.projectors import AbstractProjector, BasicProjector, NoOpProjector
 from trak_lite.store import open_store
@@ -73,6 +74,19 @@ def test_contexts_of_the_caller_change_no_number(tmp_path, expected, context):
         scores = run(traker, count=1)
     np.testing.assert_array_equal(stored(traker), expected[0])
     np.testing.assert_array_equal(scores, expected[1])
+
+
+@pytest.mark.parametrize("computer", GRADIENT_COMPUTERS.values())
+def test_a_batch_may_be_made_in_inference_mode(tmp_path, expected, computer):
+    """Such as one of embeddings, which autograd cannot save as they are."""
+    traker = make_traker(tmp_path, gradient_computer=computer)
+    with torch.inference_mode():
+        batches = [tuple(tensor.clone() for tensor in batch) for batch in (train_batch(), target_batch())]
+    featurize(traker, checkpoints(count=1), batches[0])
+    traker.finalize_features()
+    score(traker, checkpoints(count=1), batches[1])
+    assert_same(stored(traker), expected[0])
+    assert_scores_close(traker.finalize_scores("test"), expected[1], rtol=1e-3)
 
 
 @pytest.mark.quick

@@ -411,8 +411,16 @@ def batch_size(batch: Batch) -> int:
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for."""
-    return map_tensors(lambda part: part if part.device == device else to_device(part, device), batch)
+    """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for.
+
+    Tensors that were made in inference mode, which autograd cannot save, are copied.
+    """
+
+    def moved(part: Tensor) -> Tensor:
+        part = part.clone() if part.is_inference() else part
+        return part if part.device == device else to_device(part, device)
+
+    return map_tensors(moved, batch)
 
 
 def take_rows(batch: Batch, rows: int | slice | Sequence[int]) -> Batch:
