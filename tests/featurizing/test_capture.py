@@ -336,6 +336,16 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path):
     saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state
 
 
+def test_capture_may_be_called_in_inference_mode():
+    """Where a step measures something; the batch may be made there, too."""
+    model, (x, y) = Network(Merging()), data().tensors
+    made = attributor(model)
+    with torch.inference_mode(), made.capture(data(), "epoch-0") as capture:
+        capture((x[:4] + 0, y[:4]), range(4))
+        capture.flush()
+    close(stored(made)[:4], gradients(model, x[:4], y[:4]), RTOL)
+
+
 def scaled():
     """A module that multiplies by a number and a tensor outside it, and these two."""
     values = [1.0, torch.ones(8, dtype=torch.float64)]

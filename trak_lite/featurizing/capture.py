@@ -152,13 +152,13 @@ class Capture:
         if len(first) < len(numbers):  # sampled with replacement
             numbers, batch = numbers[first], take_rows(batch, first.tolist())
         run, settings = self._run, self._run.settings
-        # A copy, because models may write into their inputs.
-        batch = move_batch(map_tensors(lambda tensor: tensor.detach().clone(), batch), settings.device)
-        adam = None
-        if settings.normalization.reads_optimizer:
-            state = Checkpoint(self.name, None, self._content)
-            adam = adam_states(run.model, settings.parameters, state, settings.device)
         with self._passing():
+            # A copy, because models may write into their inputs.
+            batch = move_batch(map_tensors(lambda tensor: tensor.detach().clone(), batch), settings.device)
+            adam = None
+            if settings.normalization.reads_optimizer:
+                state = Checkpoint(self.name, None, self._content)
+                adam = adam_states(run.model, settings.parameters, state, settings.device)
             settings.task.prepare(run.model)
             computer, to_come = self._computer_for(batch, numbers)
             self._begin()
@@ -265,7 +265,7 @@ class Capture:
     def _passing(self) -> Iterator[None]:
         """Run passes in eval mode; remove all rows if some that were not compared are wrong: their weights are gone."""
         try:
-            with in_eval_mode(self._run.model):
+            with torch.inference_mode(False), in_eval_mode(self._run.model):
                 yield
         except SelfCheckError as error:
             if error.rows and self._path:
