@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -396,20 +395,21 @@ class Attributor:
 
         Raises:
             InvalidInputError: If the data have no fixed order, the process is one of several ranks, the model is on
-                another device, or the optimizer is missing.
+                another device, the optimizer is missing or none, or the folder cannot be written.
             UnsupportedModelError: If the model is sharded.
             StateError: If rows of this name are stored, and ``resume`` is false.
             ManifestMismatchError: If the store was made with other settings or data, or at the end has other rows of
                 the same weights.
         """
-        capture = Capture(self._run, self._run.rows(data, "the train data"), name, optimizer, resume=resume)
+        rows = self._run.rows(data, "the train data")
+        capture = Capture(self._run, rows, name, optimizer, folder, resume=resume)
         try:
             yield capture
         except BaseException:
             capture.end()
             raise
         # An iterator, so that the checkpoint, whose weights change in the training, is not searched later.
-        checkpoint = iter([capture.finish(None if folder is None else Path(folder))])
+        checkpoint = iter([capture.finish()])
         with undisturbed():
             self.featurize(data, checkpoint)
 

@@ -1,6 +1,7 @@
 """Rows of a running training: against plain autograd with the weights of every step, mostly in float64."""
 
 import copy
+import pathlib
 import random
 import re
 from typing import Any, cast
@@ -334,6 +335,25 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path):
     assert made.score(data(), "itself").shape == (N, N)
     saved = attributor(Network(), "saved.zarr", normalize="adam_update")
     saved.featurize(data(), tmp_path / "weights" / "epoch-0.pt")  # with its optimizer state
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"folder": "a file"}, r"a file.epoch-0\.pt cannot be written: "),
+        ({"folder": "a file/inside"}, r"inside.epoch-0\.pt cannot be written: "),
+        ({"folder": 3}, "folder must be a path, got 3"),
+        ({"optimizer": "adam"}, "optimizer is 'adam', expected the torch.optim.Optimizer"),
+        ({"optimizer": torch.optim.Adam}, "optimizer is <class 'torch.*Adam'>, expected"),
+        ({"optimizer": Network()}, "optimizer is Network"),
+    ],
+)
+def test_what_cannot_be_saved_at_the_end_is_refused_before_the_first_step(given, said):
+    pathlib.Path("a file").touch()
+    made = attributor(Network())
+    with pytest.raises(errors.InvalidInputError, match=said), made.capture(data(), "epoch-0", **given):
+        pytest.fail("a step was taken")
+    assert not pathlib.Path("run.zarr").exists()
 
 
 def test_capture_may_be_called_in_inference_mode():

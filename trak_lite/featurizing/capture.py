@@ -8,9 +8,12 @@ Shapes: N train rows, B samples of a batch.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -20,7 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import undisturbed
-from trak_lite.core.folders import whole_file
+from trak_lite.core.files import open_folder
+from trak_lite.core.folders import make_folders, whole_file
+from trak_lite.core.validate import writing
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.column_marks import ColumnMarks
 from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
@@ -63,7 +68,14 @@ class Capture:
     """Computes the row of each train sample once in a training; see :meth:`~trak_lite.Attributor.capture`."""
 
     def __init__(
-        self, run: Run, rows: Rows, name: str, optimizer: torch.optim.Optimizer | None, *, resume: bool
+        self,
+        run: Run,
+        rows: Rows,
+        name: str,
+        optimizer: torch.optim.Optimizer | None,
+        folder: str | PathLike[str] | None,
+        *,
+        resume: bool,
     ) -> None:
         self.name = check_name(name, what="capture")
         self._run, self._rows, self._optimizer = run, rows, optimizer
@@ -104,6 +116,7 @@ class Capture:
                 "continues that one, pass resume=True. Otherwise use another name, or remove them: "
                 f"drop_checkpoint({name!r})."
             )
+        self._file = None if folder is None else _file_to_write(folder, self.name)
 
     @property
     def num_missing(self) -> int:
@@ -216,8 +229,8 @@ class Capture:
         self.flush()
         self._loss.warn(self._rounded.columns[0], f"Capture {self.name!r}")
 
-    def finish(self, folder: Path | None) -> Checkpoint:
-        """Write the rows, save the checkpoint to a folder, if one is given, and return it."""
+    def finish(self) -> Checkpoint:
+        """Write the rows, save the checkpoint to the folder, if one was given, and return it."""
         model = self._run.model
         with in_eval_mode(model):  # as checkpoints are, when they are compared
             digest = weights_digest(model)
@@ -228,11 +241,11 @@ class Capture:
             )
         self.end()
         content = self._content()
-        path = None if folder is None else str((folder / f"{self.name}.pt").absolute())
-        if path is not None:
-            with whole_file(Path(path)) as partial:
+        if self._file is not None:
+            with whole_file(self._file) as partial:
                 torch.save(content, partial)
-        return Checkpoint(self.name, path, lambda: content, is_captured=True)
+        source = None if self._file is None else str(self._file)
+        return Checkpoint(self.name, source, lambda: content, is_captured=True)
 
     def _content(self) -> dict[str, Any]:
         """Return the present weights and the state of the optimizer, if there is one; the next step changes both."""
@@ -258,6 +271,12 @@ class Capture:
             )
         elif settings.normalization.reads_optimizer and self._optimizer is None:
             reason = f"normalize={settings.normalization.kind!r} reads the state of Adam. Pass optimizer=...."
+        elif settings.normalization.reads_optimizer and self._optimizer is not None:
+            named_optimizer_state(self._optimizer, self._run.model)  # raises if it is no Adam of the model
+        elif self._optimizer is not None and not _is_optimizer(self._optimizer):
+            reason = (
+                f"optimizer is {self._optimizer!r:.100}, expected the torch.optim.Optimizer of the training."
+            )
         if reason:
             raise InvalidInputError(reason)
 
@@ -300,3 +319,21 @@ class Capture:
             computer.load_model_params(run.model)
         run.capturing = computer, count
         return computer, self.num_missing / len(numbers) if count >= _SETTLED_AFTER else 0.0
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Return whether a value is an optimizer, or a wrapper of one such as those of training libraries."""
+    return hasattr(value, "param_groups") and callable(getattr(value, "state_dict", None))
+
+
+def _file_to_write(folder: str | PathLike[str], name: str) -> Path:
+    """Return the file of a checkpoint in a folder, which is made; raise InvalidInputError if it cannot be written."""
+    if not isinstance(folder, str | PathLike):
+        raise InvalidInputError(f"folder must be a path, got {folder!r:.100}.")
+    file = Path(folder).absolute() / f"{name}.pt"
+    with writing(file):
+        make_folders(str(file.parent))
+        os.close(open_folder(str(file.parent)))  # raises if it is a link
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    return file
