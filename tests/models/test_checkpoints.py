@@ -76,6 +76,9 @@ def test_sources_may_be_lists_generators_and_loaders(tmp_path, values, load):
     assert values([filled(1.0), tmp_path / "seven.safetensors", filled(2.0)]) == [1.0, 7.0, 2.0]
     assert values(filled(float(n)) for n in range(1, 4)) == [1.0, 2.0, 3.0]
     assert values([4, 5], lambda n: filled(float(n))) == [4.0, 5.0]
+    assert values(nn.Sequential(own := nn.Linear(3, 2)), lambda model: model[0].state_dict()) == [
+        flat(own)[0]
+    ]
     (tmp_path / "lr-0.1").mkdir()
     files = [tmp_path / "lr-0.1", tmp_path / "lr-0.2.ckpt"]
     names = load(nn.Linear(3, 2), files, lambda path: filled(float(len(path.name))))[0].checkpoints
@@ -230,6 +233,11 @@ REFUSED: list[tuple[Any, str]] = [
     ("shards-4", r"Cannot read the checkpoint .*gone\.safetensors"),
     ("shards-5", r"missing: \['bias'\]"),
     (3, "Cannot take checkpoints from int"),
+    # These are iterable, but their items are no checkpoints.
+    (nn.Sequential(nn.Linear(3, 2)), r"from Sequential\. Pass its weights: model\.state_dict\(\)\."),
+    ([nn.Sequential(nn.Linear(3, 2))], r"from Sequential\. Pass its weights: model\.state_dict\(\)\."),
+    (torch.ones(()), "Cannot take checkpoints from Tensor"),
+    (np.ones(()), "Cannot take checkpoints from ndarray"),
     (
         {"weight": torch.zeros(2, 4), "extra": torch.zeros(1)},
         r"missing: \['bias'\]; unexpected: \['extra'\].*\(2, 4\) instead of \(2, 3\)",

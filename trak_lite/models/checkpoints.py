@@ -108,7 +108,7 @@ def iterate_checkpoints(
             ``checkpoint-N`` folders, or two state dicts of a list share the memory of their tensors.
     """
     if checkpoint_loader is not None:
-        single = isinstance(checkpoints, str | os.PathLike | Mapping) or not isinstance(checkpoints, Iterable)
+        single = isinstance(checkpoints, str | os.PathLike | Mapping) or not _is_iterable(checkpoints)
         for number, item in enumerate([checkpoints] if single else checkpoints):
             path = Path(item) if isinstance(item, str | os.PathLike) else None
             name = str(number) if path is None else path.name if path.is_dir() else path.stem
@@ -128,7 +128,7 @@ def iterate_checkpoints(
             if lacking is None:
                 raise
             lacking.append(error)
-    elif isinstance(checkpoints, Iterable):
+    elif _is_iterable(checkpoints):
         if isinstance(checkpoints, list | tuple):
             _refuse_shared(checkpoints)
         for number, item in enumerate(checkpoints):
@@ -137,10 +137,17 @@ def iterate_checkpoints(
                 name = str(number) if isinstance(item, Mapping) else checkpoint.name
                 yield replace(checkpoint, name=name, is_held=is_held)
     else:
+        hint = " Pass its weights: model.state_dict()." if isinstance(checkpoints, nn.Module) else ""
         raise CheckpointError(
-            f"Cannot take checkpoints from {type(checkpoints).__name__}. Expected a state dict, a path, a folder, an "
-            "iterable of these, or checkpoint_loader=... to turn each item into a state dict."
+            f"Cannot take checkpoints from {type(checkpoints).__name__}.{hint} Expected a state dict, a path, a "
+            "folder, an iterable of these, or checkpoint_loader=... to turn each item into a state dict."
         )
+
+
+def _is_iterable(source: Any) -> bool:
+    """Return whether a source has items that are checkpoints: not the layers of a model, and no array of one number."""
+    is_array = getattr(source, "ndim", 1) == 0
+    return isinstance(source, Iterable) and not isinstance(source, nn.Module) and not is_array
 
 
 def _refuse_shared(items: Sequence[Any]) -> None:
@@ -171,7 +178,7 @@ def count_checkpoints(
 ) -> int | None:
     """Return the number of checkpoints of a source; ``None`` if it might have to make them to be counted."""
     items = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
-    plain = (str, os.PathLike, Mapping, Checkpoint, type(None))
+    plain = (str, os.PathLike, Mapping, Checkpoint, nn.Module, type(None))  # a module is refused
     if checkpoint_loader is None and not all(isinstance(item, plain) for item in items):
         return None
     if isinstance(checkpoints, Iterable) and not isinstance(checkpoints, (*plain, list, tuple)):
