@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.notebook import notebook_table
 from trak_lite.core.progress import Stages
-from trak_lite.core.validate import positive_int, real_at_least
+from trak_lite.core.validate import flag, positive_int, real_at_least, require_function
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
@@ -194,6 +194,7 @@ class Attributor:
         self.parameters, self.projector = settings.parameters, settings.projector
         self.normalization, self.method = settings.normalization, settings.method
         self._workspace = Workspace(self.path)
+        require_function(collate=collate)
         self._run = Run(
             model,
             settings,
@@ -201,7 +202,7 @@ class Attributor:
             collate=collate,
             batch_size=None if batch_size is None else positive_int(batch_size=batch_size),
             progress=progress,
-            distributed=distributed,
+            distributed=None if distributed is None else flag(distributed=distributed),
         )
 
     @classmethod
@@ -322,7 +323,8 @@ class Attributor:
         labelled = {} if columns is None else columns_of(columns, len(rows), "columns")
         written = 0
         once = isinstance(checkpoints, Iterator)
-        appended_to = (lambda num_rows: rows.identity(num_rows=num_rows)) if append else None
+        grows = flag(append=append)
+        appended_to = (lambda num_rows: rows.identity(num_rows=num_rows)) if grows else None
         call = f"featurize with columns {', '.join(sorted(labelled))}" if labelled else "featurize"
         with (
             self._run.joined(call) as ranks,
@@ -402,7 +404,7 @@ class Attributor:
                 the same weights.
         """
         rows = self._run.rows(data, "the train data")
-        capture = Capture(self._run, rows, name, optimizer, folder, resume=resume)
+        capture = Capture(self._run, rows, name, optimizer, folder, resume=flag(resume=resume))
         try:
             yield capture
         except BaseException:
@@ -519,7 +521,9 @@ class Attributor:
             RankError: If another rank of a distributed run failed, or makes another call.
         """
         check_name(name, what="target set")
-        chosen, run = self._settings.scored_by(method), self._run.asking(task)
+        chosen, run, dense = self._settings.scored_by(method), self._run.asking(task), flag(dense=dense)
+        if refine is not None and not isinstance(refine, Refine):
+            raise InvalidInputError(f"refine must be a Refine(candidates=...), got {refine!r:.100}.")
         if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
             raise InvalidInputError(
                 f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
@@ -670,6 +674,7 @@ class Attributor:
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)
+        dense = flag(dense=dense)
         return stored_scores(self._workspace, self._settings, name, chosen, dense=dense, run=run)
 
     def gradient_norms(self) -> NDArray[np.float32]:

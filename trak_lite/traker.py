@@ -52,6 +52,7 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
+from trak_lite.gradient_computers.choice import require_computer
 from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
@@ -410,6 +411,8 @@ class TRAKer:
 
     def _make_computer(self, factory: Callable[..., AbstractGradientComputer]) -> AbstractGradientComputer:
         names = list(self.parameters)
+        if isinstance(made := getattr(factory, "func", factory), type):
+            require_computer(made)
         computer = factory(
             model=self.model,
             task=self.task,
@@ -418,12 +421,7 @@ class TRAKer:
             device=self.device,
             grad_wrt=names,
         )
-        if not isinstance(computer, AbstractGradientComputer):
-            raise InvalidInputError(
-                f"gradient_computer returned a {_type_name(computer)}, expected an instance of a subclass of "
-                "trak_lite.gradient_computers.AbstractGradientComputer. Derive it from that class; its methods "
-                "need no change."
-            )
+        require_computer(computer)
         # the original's base class does not take it, so a subclass cannot pass it on
         if computer.grad_wrt is None:
             computer.grad_wrt = names

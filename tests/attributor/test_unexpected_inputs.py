@@ -151,7 +151,13 @@ def sparse(samples):
         (r"dtype must be one of \['float16', 'float32', 'int4', 'int8'\]", {"dtype": "int2"}),
         (r"\['0.wieght'\].*0.weight", {"grad_wrt": ["0.wieght"]}),
         ("grad_wrt must be names, patterns or module classes, got 3", {"grad_wrt": 3}),
+        ("grad_wrt must be names, .* got tensor", {"grad_wrt": torch.tensor(3)}),
         ("gradient_computer must be one of", {"gradient_computer": "functorch"}),
+        ("gradient_computer is the class int, expected", {"gradient_computer": int}),
+        ("gradient_computer is the class int, expected", {"gradient_computer": partial(int, base=8)}),
+        *((f"collate must be a function, got {c!r}", {"collate": c}) for c in ("x", "", 0)),
+        *(("store_norms must be True or False", {"store_norms": n}) for n in (1, "no", torch.tensor(True))),
+        ("distributed must be True or False, got 0", {"distributed": 0}),
         ("rademacher", {"projector": "rademacer"}),
         ("method must be a name of .* Did you mean 'GaussNewton'", {"method": "GausNewton"}),
         ("batch_size must be an integer of at least 1", {"batch_size": 0}),
@@ -177,6 +183,33 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path, said, s
         attributor(path=tmp_path / "a.zarr", **settings)
 
     assert contents(tmp_path) == {}
+
+
+def test_a_wrong_argument_of_a_call_is_named_before_anything_is_written(tmp_path):
+    made = attributor(path=tmp_path / "a.zarr")
+    for said, call, given in (
+        ("append must be True or False, got 'yes'", made.featurize, {"append": "yes"}),
+        ("checkpoint_loader must be a function, got 'x'", made.plan, {"checkpoint_loader": "x"}),
+        ("refine must be a Refine", made.score, {"refine": True}),
+        ("dense must be True or False, got 'no'", made.score, {"dense": "no"}),
+        ("resume must be True or False, got 1", made.capture(TRAIN, "e", resume=1).__enter__, {}),
+        ("collate must be a function, got ''", Rows, {"collate": ""}),
+        ("gradient_computer returned a int", attributor(gradient_computer=lambda **_: 3).featurize, {}),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            call(*(() if "resume" in said else (TRAIN,)), **given)
+    assert contents(tmp_path) == {}
+    with pytest.raises(InvalidInputError, match="checkpoint_loader must be a function, got 3"):
+        made.featurize(TRAIN, NET, checkpoint_loader=3)
+
+
+@pytest.mark.quick
+def test_booleans_of_numpy_are_those_of_python():
+    made = attributor(store_norms=np.bool_(True), distributed=np.bool_(False))
+    made.featurize(TRAIN, append=np.bool_(False))
+    lazy = made.score(TRAIN, dense=np.bool_(False))
+    np.testing.assert_array_equal(lazy.numpy(), made.score(TRAIN, dense=np.bool_(True)).numpy())
+    assert made.gradient_norms().shape == (1, N)
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What TRAKer refuses, where code that was written for the original catches it, and not a byte changed on disk."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -58,7 +59,13 @@ class Foreign:
         ({"lambda_reg": -1.0}, InvalidInputError, "lambda_reg must be a finite number of at least 0, got -1"),
         ({"lambda_reg": None}, InvalidInputError, "lambda_reg must be a finite number .* got None"),
         ({"projector": Foreign()}, InvalidInputError, "projector is a .*Foreign, expected .*AbstractProj"),
-        ({"gradient_computer": Foreign}, InvalidInputError, "gradient_computer returned a .*Foreign, exp"),
+        ({"gradient_computer": int}, InvalidInputError, "gradient_computer is the class int, expected"),
+        (
+            {"gradient_computer": partial(int)},
+            InvalidInputError,
+            "gradient_computer is the class int, expected",
+        ),
+        ({"gradient_computer": lambda **_: Foreign()}, InvalidInputError, "returned a Foreign, expected"),
     ],
 )
 def test_a_bad_setting_is_refused(tmp_path, changes, error, match):

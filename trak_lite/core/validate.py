@@ -60,12 +60,19 @@ def integer(**named: object) -> int:
     raise InvalidInputError(f"{name} must be an integer, got {value!r}.")
 
 
-def true_or_false(**named: object) -> bool:
-    """Return the one keyword value; raise if it is no boolean."""
+def flag(**named: object) -> bool:
+    """Return the one keyword value if it is a boolean, of Python or NumPy, as one of Python."""
     ((name, value),) = named.items()
-    if not isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be True or False, got {value!r}.")
-    return value
+    if not isinstance(value, bool | np.bool_):
+        raise InvalidInputError(f"{name} must be True or False, got {value!r:.100}.")
+    return bool(value)
+
+
+def require_function(**named: object) -> None:
+    """Raise :class:`InvalidInputError` if the one keyword value is neither ``None`` nor can be called."""
+    ((name, value),) = named.items()
+    if value is not None and not callable(value):
+        raise InvalidInputError(f"{name} must be a function, got {value!r:.100}.")
 
 
 def optional(check: Callable[..., Any]) -> Callable[..., Any]:

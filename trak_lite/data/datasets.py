@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trak_lite.core.validate import positive_int, some_of
+from trak_lite.core.validate import positive_int, require_function, some_of
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
     flatten_batch,
@@ -90,6 +90,7 @@ class Rows(_AsTheyAre):
         self._given = (data, indices, batch_size, collate)
         if batch_size is not None:
             batch_size = positive_int(batch_size=batch_size)
+        require_function(collate=collate)
         self._loading: dict[str, Any] = {}
         self._workers: dict[str, Any] = {}
         self._worker_init: Callable[[int], None] | None = None
@@ -99,7 +100,7 @@ class Rows(_AsTheyAre):
             _refuse_unordered(data, indices, what)
             self.dataset: Any = data.dataset
             batch_size = batch_size or data.batch_size
-            collate = collate or data.collate_fn
+            collate = data.collate_fn if collate is None else collate
             # Not copied: generator, because worker seeds would be drawn from it; persistent_workers, because our
             # loader is read once; in_order=False, because batches are matched to their rows by order.
             self._loading = {"pin_memory": data.pin_memory and torch.accelerator.is_available()}
@@ -109,7 +110,7 @@ class Rows(_AsTheyAre):
         else:
             self.dataset = data
         _refuse_unindexed(self.dataset, what)
-        self.collate = collate or default_collate
+        self.collate = default_collate if collate is None else collate
         self._samples = Samples(self.dataset, self.collate, self._worker_init, what)
         self.has_batch_size = batch_size is not None
         """Whether the user or a loader has set the batch size."""
@@ -261,7 +262,7 @@ def rows_of(data: Any, *, what: str, batch_size: int | None = None, collate: Col
         source,
         indices=indices,
         batch_size=own_size,
-        collate=own_collate or collate,
+        collate=collate if own_collate is None else own_collate,
         name=data.name if is_rows else None,
         what=what,
     )

@@ -115,3 +115,15 @@ def _reasons(errors: Mapping[str, Exception]) -> str:
         else f"{name}: {type(error).__name__}: {error}"
         for name, error in errors.items()
     )
+
+
+def require_computer(made: object) -> None:
+    """Raise InvalidInputError if a class, or what a function of the user made, is no gradient computer."""
+    kind = made if isinstance(made, type) else type(made)
+    if not issubclass(kind, AbstractGradientComputer):
+        what = f"is the class {kind.__name__}" if kind is made else f"returned a {kind.__name__}"
+        raise InvalidInputError(
+            f"gradient_computer {what}, expected a subclass of "
+            "trak_lite.gradient_computers.AbstractGradientComputer, a partial of one, or a function that returns an "
+            "instance. Derive it from that class; its methods need no change."
+        )

@@ -31,7 +31,7 @@ def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
         >>> listed("0.weight")
         ['0.weight']
     """
-    if not isinstance(choice, str | type | Iterable):
+    if not isinstance(choice, str | type | Iterable) or getattr(choice, "ndim", 1) == 0:
         raise InvalidInputError(f"grad_wrt must be names, patterns or module classes, got {choice!r:.100}.")
     return [choice] if isinstance(choice, str | type) else list(choice)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.core.devices import eigh_of_positive
-from trak_lite.core.validate import known_names, one_of, real_at_least, true_or_false
+from trak_lite.core.validate import known_names, one_of, real_at_least, flag
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.linalg.gram import check_rows, lower_product
 from trak_lite.types import FeatureLayout, Segment
@@ -82,7 +82,7 @@ class KernelSettings:
             object.__setattr__(self, "damping", real_at_least(0.0, damping=self.damping))
         if self.lambda_reg is not None:
             object.__setattr__(self, "lambda_reg", real_at_least(0.0, lambda_reg=self.lambda_reg))
-        true_or_false(rescale_inverse=self.rescale_inverse)
+        flag(rescale_inverse=self.rescale_inverse)
 
     def default_lambda(self, squares: float, *, width: int, num_rows: int) -> float:
         """Return the lambda that is used if neither ``damping`` nor ``lambda_reg`` is given.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trak_lite.core.validate import integer, integer_at_least, one_of, optional, true_or_false
+from trak_lite.core.validate import integer, integer_at_least, one_of, optional, flag
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (
@@ -196,7 +196,7 @@ class CausalLanguageModelingModelOutput(PositionwiseModelOutput):
     shift: bool = True
     """Whether position t of the logits predicts ``labels[t + 1]`` (labels are the input ids); otherwise it predicts
     ``labels[t]``."""
-    _checks: ClassVar = {**PositionwiseModelOutput._checks, "shift": true_or_false}
+    _checks: ClassVar = {**PositionwiseModelOutput._checks, "shift": flag}
 
     def _logits_and_labels(self, model_call: ModelCall, batch: Batch) -> tuple[Tensor, Tensor]:
         return _token_logits(model_call, batch, shift=self.shift)

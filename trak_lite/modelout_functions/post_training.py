@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
-from trak_lite.core.validate import one_of, positive_real, real_at_least, true_or_false
+from trak_lite.core.validate import one_of, positive_real, real_at_least, flag
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput, ModelCall, evaluating
@@ -299,7 +299,7 @@ class PolicyGradientModelOutput(AbstractModelOutput):
         "kl_weight": partial(real_at_least, 0.0),
         "reduction": partial(one_of, ("sum", "mean")),
         "temperature": positive_real,
-        "kl_correction": true_or_false,
+        "kl_correction": flag,
     }
 
     def evaluate(self, model_call: ModelCall, batch: Batch) -> OutputTerms:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.json_text import parse_json
-from trak_lite.core.validate import some_of
+from trak_lite.core.validate import require_function, some_of
 from trak_lite.errors import CheckpointError, refuse_signal, summary
 from trak_lite.models._adapters import ADAPTER_FILES, named_adapters
 from trak_lite.models.sharded import of_all_ranks, reshard
@@ -106,7 +106,9 @@ def iterate_checkpoints(
     Raises:
         CheckpointError: If a path does not exist, or a folder holds no checkpoint, or a folder holds weights as well as
             ``checkpoint-N`` folders, or two state dicts of a list share the memory of their tensors.
+        InvalidInputError: If ``checkpoint_loader`` cannot be called.
     """
+    require_function(checkpoint_loader=checkpoint_loader)
     if checkpoint_loader is not None:
         single = isinstance(checkpoints, str | os.PathLike | Mapping) or not _is_iterable(checkpoints)
         for number, item in enumerate([checkpoints] if single else checkpoints):

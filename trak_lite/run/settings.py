@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trak_lite.core.devices import Float32Products
-from trak_lite.core.validate import one_of, positive_int
+from trak_lite.core.validate import flag, one_of, positive_int
 from trak_lite.core.version import __version__
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers import (
@@ -29,6 +29,7 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.gradient_computers._base import ParameterChoice, products_fingerprint
+from trak_lite.gradient_computers.choice import require_computer
 from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind, as_normalization
 from trak_lite.methods import LESS, METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, resolve_task
@@ -120,7 +121,7 @@ class AttributorSettings:
             "gradient_computer": computer_name,
             "float32_products": self._products,
             "normalize": self.normalization.to_json(),
-            "store_norms": store_norms,
+            "store_norms": flag(store_norms=store_norms),
             "projector": projector_name(projector),
             "layout": layout,
             "method": self.method.to_json() if type(self.method) in METHODS.values() else None,
@@ -203,7 +204,7 @@ class AttributorSettings:
     def computer(self, *, of_drawn_labels: bool = False) -> AbstractGradientComputer:
         """Return a gradient computer with the model's current weights; for drawn labels, of their log-likelihood."""
         more: dict[str, Any] = {} if self._is_own_computer else {"float32_products": self._products}
-        return (self._make_computer or FunctionalGradientComputer)(
+        made = (self._make_computer or FunctionalGradientComputer)(
             model=self._model,
             task=self._fisher_task() if of_drawn_labels else self.task,
             grad_dim=num_entries(self.parameters),
@@ -212,6 +213,8 @@ class AttributorSettings:
             grad_wrt=list(self.parameters),
             **more,
         )
+        require_computer(made)
+        return made
 
     @property
     def modules(self) -> FeatureLayout | None:
@@ -362,7 +365,10 @@ def _decide_computer(
     decide. For a sharded model ``"auto"`` is ``"hook"``, the only one that supports it.
     """
     if callable(choice):
-        if not getattr(getattr(choice, "func", choice), "runs_sharded", False):
+        made = getattr(choice, "func", choice)
+        if isinstance(made, type):
+            require_computer(made)
+        if not getattr(made, "runs_sharded", False):
             refuse_sharded(model, f"gradient_computer={choice!r}", "Use gradient_computer='hook'")
         return None, choice
     name = one_of(("auto", *GRADIENT_COMPUTERS), gradient_computer=choice)
