@@ -520,20 +520,10 @@ class Attributor:
             SingularKernelError: If the kernel is singular at the method's damping.
             RankError: If another rank of a distributed run failed, or makes another call.
         """
-        check_name(name, what="target set")
-        chosen, run, dense = self._settings.scored_by(method), self._run.asking(task), flag(dense=dense)
-        if refine is not None and not isinstance(refine, Refine):
-            raise InvalidInputError(f"refine must be a Refine(candidates=...), got {refine!r:.100}.")
-        if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
-            raise InvalidInputError(
-                f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
-                "exact rows."
-            )
+        chosen, run, dense, k = self._asked(
+            name, method=method, dense=dense, k=k, recall=recall, refine=refine, task=task
+        )
         if not chosen.multiplies_rows:
-            if k is not None or refine is not None or not dense:
-                raise InvalidInputError(
-                    f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
-                )
             if isinstance(checkpoints, Iterator):  # the parts of the method read them too
                 checkpoints = list(checkpoints)
             more: dict[str, Any] = {"checkpoints": checkpoints, "checkpoint_loader": checkpoint_loader}
@@ -541,18 +531,6 @@ class Attributor:
             targets = run.targets(data, batch_size)  # first: it identifies questions
             parts = _Parts(run, run.rows(data, "the targets", batch_size), name, score)
             return matrix_scores(run, targets, name, chosen, (checkpoints, checkpoint_loader), parts)
-        if refine is not None:
-            if k is not None:
-                raise InvalidInputError(
-                    f"k={k} and refine were given. Leave k out: refine sets the candidates."
-                )
-            dense, k = False, refine.candidates
-        elif k is not None:
-            k = positive_int(k=k)
-            if dense:
-                raise InvalidInputError(
-                    f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
-                )
         targets = run.targets(data, batch_size)
         source = checkpoints, checkpoint_loader
         weighing = (
@@ -573,6 +551,44 @@ class Attributor:
             if refine is not None and ends is not None:
                 return refined_scores(session, train, targets, name, refine, ends)
             return result.scores(run, dense=dense, ends=ends, shown=shown)
+
+    def _asked(
+        self,
+        name: str,
+        *,
+        method: Method | None,
+        dense: bool,
+        k: int | None,
+        recall: float | None,
+        refine: Refine | None = None,
+        task: Task | None,
+    ) -> tuple[AbstractMethod, Run, bool, int | None]:
+        """Check the arguments of :meth:`score`; return its method and run, ``dense``, and the rows kept per target."""
+        check_name(name, what="target set")
+        chosen, run, dense = self._settings.scored_by(method), self._run.asking(task), flag(dense=dense)
+        if refine is not None and not isinstance(refine, Refine):
+            raise InvalidInputError(f"refine must be a Refine(candidates=...), got {refine!r:.100}.")
+        if recall is not None and (k is None or dense or not 0.0 < real_at_least(0.0, recall=recall) < 1.0):
+            raise InvalidInputError(
+                f"recall={recall} must be above 0 and below 1, and needs dense=False and k. Leave recall out for the "
+                "exact rows."
+            )
+        if not chosen.multiplies_rows and (k is not None or refine is not None or not dense):
+            raise InvalidInputError(
+                f"{chosen.name} scores are stored whole. Leave out k, refine and dense=False."
+            )
+        if refine is not None:
+            if k is not None:
+                raise InvalidInputError(
+                    f"k={k} and refine were given. Leave k out: refine sets the candidates."
+                )
+            return chosen, run, False, refine.candidates
+        k = None if k is None else positive_int(k=k)
+        if k is not None and dense:
+            raise InvalidInputError(
+                f"k={k} needs dense=False. Leave k out: dense scores support top(k) for any k."
+            )
+        return chosen, run, dense, k
 
     def stream_scores(
         self,

@@ -146,6 +146,21 @@ def test_targets_of_another_task_are_scored_by_the_command_line(tmp_path, capsys
     np.testing.assert_array_equal(found, attributor.score(targets, task="regression").numpy())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--score.task=regresion", "--score.method=EKFAC"], "Did you mean 'regression'?"),
+        (["--score.k=3"], "k=3 needs dense=False"),
+        (["--score.k=0", "--score.dense=false"], "k must be an integer of at least 1, got 0"),
+        (["--score.recall=0.9"], "recall=0.9 must be above 0 and below 1, and needs dense=False and k"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "score"])
+def test_wrong_arguments_of_scores_are_refused_before_a_training(command, options, said, tmp_path, capsys):
+    assert said in refused([command, write_case(tmp_path), *options], capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.py", "run.yaml"]
+
+
 def test_a_training_that_fails_leaves_no_checkpoint(tmp_path):
     failing = "        yield model.state_dict()\n        1 / 0"
     recipe = RECIPE.replace("        yield model.state_dict()", failing)

@@ -35,6 +35,9 @@ WRONG_KEYS = [
     ("method: {name: TRAK, dampings: 1}", "dampings"),
     ("method: {damping: 1}", "method must be a name of 'GaussNewton', "),
     ("method: {name: TracIn, learning_rates: fast}", "method: learning_rates must be finite"),
+    ("batch_size: 0", "batch_size: batch_size must be an integer of at least 1, got 0."),
+    ("target_data: {batch_size: 0}", "target_data.batch_size: batch_size must be an integer of at least 1"),
+    ("target_data: {indices: []}", "target_data.indices must have at least one row."),
     ("dtype: float61", "dtype must be 'float32', 'float16', 'int8' or 'int4', got 'float61'."),
     ("grad_wrt: [1]", "grad_wrt must be str, list[str] or null, got [1]."),
     ("normalize: {kind: clip, most: 2}", "normalize: Unknown fields of normalize: ['most']."),
@@ -68,6 +71,7 @@ WRONG_OPTIONS = [
     (["--see", "1"], "unknown key 'see'. Did you mean 'seed'?"),
     (["1", "--seed"], "unexpected '1'. Expected --key value, after the config."),
     (["--recipe_arguments.steps=x"], "recipe_arguments.steps must be int, got 'x'."),
+    (["--score.name", "../x"], "score.name: '../x' cannot be a target set name."),
     (["--score.method", "GausNewton"], "Did you mean 'GaussNewton'?"),
     (["--score.method", "{name: EKFAC, damping: 0}"], "score.method: EKFAC(damping=0) would divide by zero"),
 ]

@@ -28,7 +28,7 @@ from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.data.columns import require_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, MissingStoreError
-from trak_lite.methods import as_method
+from trak_lite.methods import AbstractMethod
 from trak_lite.retraining.plans import TrainFunction
 from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify
@@ -187,10 +187,16 @@ class Job:
         more = self.config.values["featurize"]
         return self.attributor.featurize(self.train_rows, checkpoints, columns=values, **more)
 
+    def scored_by(self) -> AbstractMethod:
+        """Check the arguments of :meth:`score`, before anything is trained or computed; return its method."""
+        arguments = dict(self.config.values["score"])
+        del arguments["batch_size"]  # read_config checks it
+        return self.attributor._asked(**arguments)[0]
+
     def score(self) -> Scores:
         """Score the targets. A method that must be fitted is fitted to the recipe's train data."""
         arguments = self.config.values["score"]
-        chosen = self.attributor.method if arguments["method"] is None else as_method(arguments["method"])
+        chosen = self.scored_by()
         if chosen.fisher_fit is not None or chosen.inverse is not None:
             self.featurize()  # gives the attributor the train data, to which the method is fitted
         return self.attributor.score(self.target_rows, **arguments)
@@ -279,6 +285,7 @@ class Job:
 
 def run(job: Job) -> Iterator[str]:
     """Train if there are no checkpoints, featurize and score. Yield the lines to print."""
+    job.scored_by()
     num_trained = job.train()
     if num_trained:
         yield f"trained: {num_trained} checkpoints in {job.config.values['checkpoints']}"

@@ -26,7 +26,7 @@ from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of, shown_type
 from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.core.json_text import check_depth
-from trak_lite.core.validate import known_names
+from trak_lite.core.validate import known_names, positive_int
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
 from trak_lite.gradient_computers.normalization import Normalization
@@ -34,6 +34,7 @@ from trak_lite.methods import as_method
 from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify
 from trak_lite.store import RemotePlace
+from trak_lite.store._names import check_name
 from trak_lite.store.remote.place import resolve_place
 from trak_lite.unrolled import unrolled
 
@@ -218,8 +219,14 @@ def _value(
             as_method(value)
         if name == "normalize":
             _normalization(value)
+        if name == "score.name":
+            check_name(value, what="target set")
+        if name.rpartition(".")[2] == "batch_size" and value is not None:
+            positive_int(batch_size=value)
     except InvalidInputError as error:
         raise InvalidInputError(f"{where}: {name}: {error}") from error
+    if name in ("train_data.indices", "target_data.indices") and value == []:
+        raise InvalidInputError(f"{where}: {name} must have at least one row. Leave it out for all rows.")
     return value
 
 
