@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.core.devices import eigh_of_positive
-from trak_lite.core.validate import known_names, one_of, real_at_least, flag
+from trak_lite.core.validate import flag, known_names, one_of, real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError, SingularKernelError
 from trak_lite.linalg.gram import check_rows, lower_product
 from trak_lite.types import FeatureLayout, Segment

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trak_lite.core.validate import integer, integer_at_least, one_of, optional, flag
+from trak_lite.core.validate import flag, integer, integer_at_least, one_of, optional
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._inputs import (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
-from trak_lite.core.validate import one_of, positive_real, real_at_least, flag
+from trak_lite.core.validate import flag, one_of, positive_real, real_at_least
 from trak_lite.data.batches import move_batch
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions._base import AbstractModelOutput, CallableModelOutput, ModelCall, evaluating
