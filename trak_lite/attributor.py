@@ -678,13 +678,15 @@ class Attributor:
             name: Name of the target set.
             method: As in :meth:`score`.
             dense: Return the stored matrix. ``False`` computes scores from the stored rows on access. The rows must be
-                complete for every checkpoint that the targets were featurized with.
+                complete for every checkpoint that the targets were featurized with, also by a :meth:`score` that broke
+                off. Of ``checkpoints`` that such a call was given, only those that it had begun count.
             task: As in :meth:`score`; needed only for calls that compute f of targets, such as
                 :func:`~trak_lite.verify`.
 
         Raises:
             InvalidInputError: If the method is unknown or does not fit the checkpoints.
-            StateError: If the scores were never computed, or are not finished.
+            StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the features of
+                the targets lack rows of a checkpoint.
             ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
                 attributor, or of another task.
         """

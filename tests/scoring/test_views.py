@@ -1,6 +1,7 @@
 """Methods through the facade: stored rows are read again, never computed again; what is kept where; what is refused."""
 
 import ast
+import contextlib
 import logging
 import re
 from functools import cache, partial
@@ -95,6 +96,40 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     for view in ({"method": "GradDot"}, {"method": "TRAK"}, {"dense": False}):
         with pytest.raises(ManifestMismatchError, match=r"targets.*another name"):
             made.score(labelled(M, 5), name="test", **view)
+
+
+class Breaking(Counting):
+    def __getitem__(self, index):
+        if len(self.loaded) == self.fail_at:
+            raise OSError("the disk went away")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("method", ["GradDot", "EKFAC"])
+def test_targets_that_lack_rows_of_a_checkpoint_are_refused(tmp_path, method):
+    """Of a call that broke off in each row, or between two checkpoints, and of a file that was removed."""
+    made = featurized(tmp_path / "a.zarr")
+    view = {"method": method, "dense": False}
+    whole = made.score(TARGETS, "whole", **view).numpy()
+    made.featurize(TRAIN, checkpoints=[*states(), model().state_dict()])
+    np.testing.assert_array_equal(made.scores("whole", **view).numpy(), whole)  # of three of four checkpoints
+    made.drop_checkpoint("ckpt-3")
+    for rows in range(2, 3 * M + 2, 2):
+        breaking = Rows(Breaking(TARGETS, rows), name="rows", batch_size=2)
+        with pytest.raises(OSError, match="went away") if rows < 3 * M else contextlib.nullcontext():
+            made.score(breaking, f"{rows}", **view)
+        if rows < 3 * M:
+            with pytest.raises(StateError, match=rf"targets '{rows}' are not complete: .*/ckpt-2"):
+                made.scores(f"{rows}", **view)
+    np.testing.assert_array_equal(made.scores(f"{rows}", **view).numpy(), whole)
+    (file,) = (tmp_path / "a.zarr").glob("*/whole/**/ckpt-1/features/c.0.0")
+    file.unlink()
+    with pytest.raises(StateError, match=r"targets 'whole' are not complete: [^,]*/ckpt-1\. "):
+        made.scores("whole", **view)
+    made.drop_checkpoint("ckpt-2")  # which the call had not begun
+    alone = made.scores(f"{2 * M}", **view)
+    assert alone.settings["checkpoints"] == 2
+    np.testing.assert_array_equal(made.score(TARGETS, "whole", **view).numpy(), alone.numpy())
 
 
 def squared_logits(model_call, batch):

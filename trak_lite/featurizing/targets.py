@@ -13,6 +13,7 @@ from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.methods import AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import (
+    CHECKPOINTS,
     complete_tables,
     model_id_of,
     score_paths,
@@ -144,7 +145,7 @@ class TargetSet:
         identity = {**settings.row_fingerprint(model_id, digest, passes.adam), "targets": self.identity}
         spec = settings.target_table(len(self.rows), identity, preconditioned=projector is not None)
         path = target_table_path(self.name, method, table)
-        lazy_table = session.workspace.lazy_table(path, spec)
+        lazy_table = session.workspace.lazy_table(path, spec, {CHECKPOINTS: list(train)})
         session.work(lazy_table, passes, f"Targets {self.name!r}, {label}").fill()
 
     def _is_there(self, train: AbstractRowTable) -> bool:

@@ -30,6 +30,8 @@ SCORES = "scores"
 ERRORS = "errors"
 CAPTURED = "captured"
 """Folder of the rows of captures; and, in the fingerprint of a checkpoint, the name of the capture of its rows."""
+CHECKPOINTS = "checkpoints"
+"""Attribute of a table of targets: the digests of the weights of all checkpoints that its call featurizes them with."""
 COLUMNS = "columns"
 """Folder of the entries of the columns of the train data."""
 

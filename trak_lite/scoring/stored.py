@@ -240,16 +240,30 @@ def _refuse_outgrown_targets(source: ScoreSource) -> None:
 def _digests_of_targets(
     store: AbstractFeatureStore, name: str, method: AbstractMethod, train: Mapping[str, AbstractRowTable]
 ) -> list[str]:
-    """Return the digests of the checkpoints with targets that the method uses; raise if there are none."""
+    """Return the digests of the checkpoints with targets that the method uses; raise if there are none, or some lack.
+
+    The call that made a table has noted the checkpoints that it was for.
+    """
     paths = store.table_names(tables.target_folder(name, method))
     features = {digest: tables.target_table_path(name, method, table) for digest, table in train.items()}
-    digests = [
-        digest for digest, path in features.items() if path in paths and store.open_table(path).complete
-    ]
-    if not digests:
+    there = {digest: path for digest, path in features.items() if path in paths}
+    if not there:
         names = tables.target_names(store, method)
         raise StateError(
             f"There are no features of targets {name!r}; stored targets: {names}. Call score(data, name={name!r})."
+        )
+    begun = [store.attributes(path).get(tables.CHECKPOINTS) for path in there.values()]
+    asked = {*there, *(digest for noted in begun if isinstance(noted, list) for digest in noted)}
+    digests = [digest for digest in features if digest in asked]
+    lacking = [
+        features[digest]
+        for digest in digests
+        if digest not in there or not store.open_table(there[digest]).complete
+    ]
+    if lacking:
+        raise StateError(
+            f"The features of targets {name!r} are not complete: {some_of(lacking)}. Call score(data, name={name!r}, "
+            "dense=False) with the same targets and method, which computes the rest."
         )
     return digests
 
