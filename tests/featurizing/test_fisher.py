@@ -203,6 +203,21 @@ def test_it_reads_the_rows_of_another_method_and_is_fitted_by_score(lm):
     np.testing.assert_allclose(path[0], found, rtol=1e-3, atol=1e-5 * np.abs(found).max())
 
 
+def test_a_fit_that_was_set_aside_is_made_again_by_the_call_that_the_error_names(tmp_path, lm):
+    path, method = tmp_path / "a.zarr", Fisher()
+    made = attributor(path, task=lm[0], method=TRAK())
+    made.featurize(TRAIN)
+    expected = made.score(TARGETS, method=method).self_influence()
+    (chunk,) = (path / "fisher").glob("**/gram/gram/c.0.0")
+    chunk.write_bytes(chunk.read_bytes()[::-1])
+    assert check_store(path, repair=True).ok
+    for dense in (True, False):
+        with pytest.raises(errors.StateError, match=r"not fitted .*method=\.\.\., dense=False"):
+            made.scores(method=method).self_influence()
+        made.score(TARGETS, method=method, dense=dense)
+    np.testing.assert_array_equal(made.scores(method=method).self_influence(), expected)
+
+
 def failing(monkeypatch, method, error, when):
     """Let a method of the stores on disk fail for some tables."""
     real = getattr(ZarrFeatureStore, method)

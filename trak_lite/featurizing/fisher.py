@@ -136,7 +136,7 @@ class FisherFits:
         if table is None:
             raise StateError(
                 f"The Fisher information of {path} is not fitted with the settings {self.method.fit_json()} on the "
-                "present train rows. Call score(targets, method=...) with this method, which fits it."
+                "present train rows. Call score(targets, method=..., dense=False) with this method, which fits it."
             )
         dtype = wide_dtype(device)
         matrices = []
