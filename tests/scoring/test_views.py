@@ -16,6 +16,7 @@ from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, LiSSA, TracIn
 from trak_lite.scoring import grams
+from trak_lite.store import check_store
 
 N, M = 30, 4
 model = partial(perceptron, 5)
@@ -124,6 +125,8 @@ def test_targets_that_lack_rows_of_a_checkpoint_are_refused(tmp_path, method):
     np.testing.assert_array_equal(made.scores(f"{rows}", **view).numpy(), whole)
     (file,) = (tmp_path / "a.zarr").glob("*/whole/**/ckpt-1/features/c.0.0")
     file.unlink()
+    (pending,) = check_store(tmp_path / "a.zarr").findings
+    assert "score (targets and fits: dense=False)" in pending.next_step
     with pytest.raises(StateError, match=r"targets 'whole' are not complete: [^,]*/ckpt-1\. "):
         made.scores("whole", **view)
     made.drop_checkpoint("ckpt-2")  # which the call had not begun

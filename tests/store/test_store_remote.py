@@ -173,7 +173,7 @@ def test_a_damaged_object_is_named_and_can_be_made_anew(bucket, here, there, dam
     assert report.tally.chunks == 2
     assert (finding.level, finding.table, finding.chunk, finding.rows) == ("damage", NAME, 0, range(4))
     assert problem in finding.finding
-    assert finding.next_step == f"remove {FIRST}, then featurize again"
+    assert finding.next_step.startswith(f"remove {FIRST}, then make the call that computes the rows again")
     del bucket.kept[FIRST]
     for reader, message in ((before, "removed after it was committed"), (there.reader(), "Rows 0 to 3")):
         raises(errors.IncompleteStoreError, message, reader.read_chunk, 0, "features")

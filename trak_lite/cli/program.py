@@ -239,8 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--repair",
         action="store_true",
-        help="move damaged chunks to .set-aside/ (nothing is deleted); their rows become pending, and the next "
-        "featurize computes only these",
+        help="move damaged chunks to .set-aside/ (nothing is deleted); their rows become pending, and the call "
+        "that computes them (featurize, score) computes only these",
     )
     inspect = commands.add_parser(
         "inspect",

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from trak_lite.core.validate import some_of
 from trak_lite.errors import printable
 
+AGAIN = "make the call that computes the rows again: featurize, or score (targets and fits: dense=False)"
+"""Next step for pending rows of any table; a score finds stored scores, and computes nothing that only others need."""
 _MOST_SHOWN = 100
 _LONGEST = 600  # characters of a cell
 _TITLES = ("level", "table", "chunk", "rows", "column", "finding", "next step")

@@ -36,7 +36,7 @@ from trak_lite.core.files import (
 )
 from trak_lite.core.folders import make_folders, names_in
 from trak_lite.errors import BusyError, CorruptStoreError, StoreError
-from trak_lite.store._check_report import Finding, SetAside, Tally, row_ranges
+from trak_lite.store._check_report import AGAIN, Finding, SetAside, Tally, row_ranges
 from trak_lite.store.disk.chunk_files import COMMITS, SET_ASIDE, STAGE, ColumnFiles, TableFiles
 from trak_lite.store.disk.records import CommitLogs, CommitRecord, holder_lives
 from trak_lite.store.disk.staging import StagedChunk, StagedRows
@@ -45,8 +45,7 @@ _PIECE = 1 << 20
 
 NOT_OURS = "remove it if it is not needed"
 _METADATA = "zarr.json"
-_REPAIR = "check with --repair, then featurize again"
-_AGAIN = "featurize again: these rows are pending"
+_REPAIR = f"check with --repair, then {AGAIN}"
 _UNRECORDED = "no commit record: not written by trak_lite, or a commit log is damaged"
 _FINISH = "nothing: the next writer finishes it"
 
@@ -245,7 +244,7 @@ class TableLook:
             findings.append(self._note(chunk, text, _FINISH))
         left = any(map(os.path.lexists, self.files.staged_paths(chunk)))
         if not findings and record is not None and not visible and not left:
-            findings.append(self._note(chunk, "committed once; its files were set aside or removed", _AGAIN))
+            findings.append(self._note(chunk, "committed once; its files were set aside or removed", AGAIN))
         return _ChunkState(tuple(findings), done, committed=False)
 
     def _damage(

@@ -8,7 +8,7 @@ from typing import Literal, final
 
 from trak_lite.core.checksums import crc32c
 from trak_lite.errors import StoreError, UnsupportedStoreError
-from trak_lite.store._check_report import Finding, Report, Tally
+from trak_lite.store._check_report import AGAIN, Finding, Report, Tally
 from trak_lite.store._columns import TableSpec
 from trak_lite.store.disk.check import NEXT_WRITER, OTHER_TABLE, StoreLook, missing_store
 from trak_lite.store.disk.chunk_files import ColumnFiles, TableFiles
@@ -18,7 +18,7 @@ from trak_lite.store.remote.index import decode_log
 from trak_lite.store.remote.objects import AbstractObjects
 
 _METADATA = "zarr.json"
-_REMOVE = "remove it, then featurize again"
+_REMOVE = f"remove it, then {AGAIN}"
 
 
 def check_remote(objects: AbstractObjects, *, repair: bool) -> Report:
@@ -114,10 +114,10 @@ class RemoteTableLook:
                     self._add("note", text, "nothing: the next writer finishes it", chunk)
             elif len(present) < len(files.columns):
                 text = "committed once; objects of it were removed"
-                self._add("note", text, "featurize again: these rows are pending", chunk)
+                self._add("note", text, AGAIN, chunk)
             elif faults := list(self._faults(record)):
                 for column, text in faults:
-                    remedy = f"remove {column.visible(chunk)}, then featurize again"
+                    remedy = f"remove {column.visible(chunk)}, then {AGAIN}"
                     self._add("damage", text, remedy, chunk, column.name)
             else:
                 rows = files.rows_in(chunk)
