@@ -117,6 +117,24 @@ def test_scores_are_summed_over_the_rows_of_each_subset():
     assert same.interval == (0.0, 0.0)
 
 
+def test_sums_are_exact_so_that_equal_predictions_are_ties():
+    """Of values of all sizes, whose sums cancel, and of constants that binary numbers do not have."""
+    rng = np.random.default_rng(0)
+    masks = evaluation.subset_masks(56, 10, seed=0)
+    wide = np.ldexp(
+        rng.normal(size=(56, 4)), rng.integers([-9, -60, -400, -1074], [9, 60, 400, 960], (56, 4))
+    )
+    wide[28:] = -wide[:28]
+    expected = [[math.fsum(column[mask]) for column in wide.T] for mask in masks]
+    np.testing.assert_array_equal(evaluation.summed_scores(wide, masks), expected)
+    order = rng.permutation(56)
+    np.testing.assert_array_equal(evaluation.summed_scores(wide[order], masks[:, order]), expected)
+    found = without_interval(np.tile([0.1, 1 / 3, 0.0], (56, 1)), masks, rng.normal(size=(10, 3)))
+    np.testing.assert_array_equal(found.per_target, 0.0)
+    with pytest.raises(NonFiniteError, match="Sums of the scores are beyond float64"):
+        evaluation.summed_scores(np.full((56, 1), 1e308), masks)
+
+
 def test_intervals_have_the_spread_of_resampled_subsets_and_targets():
     """Also with ties and columns that never change; the lead of a method is that on the same resamples."""
     rng = np.random.default_rng(3)

@@ -1,7 +1,8 @@
-"""Input checks and standard forms of arrays."""
+"""Input checks and standard forms of arrays, and sums of rows."""
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 
 import numpy as np
@@ -29,6 +30,30 @@ def finite_matrix(values: ArrayLike, name: str) -> NDArray[np.float64]:
     if array.ndim != 2 or not array.size:
         raise InvalidInputError(f"{name} must be a matrix that is not empty, got shape {array.shape}.")
     return array
+
+
+def exact_sums(values: NDArray[np.float64], members: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the sums of subsets ``(S, N)`` of the rows of a matrix ``(N, M)``, exact up to one rounding each.
+
+    Example:
+        >>> exact_sums(np.array([[1e30], [0.5], [-1e30]]), np.array([[True, True, True]])).tolist()
+        [[0.5]]
+    """
+    if math.isinf(2.0 * len(values) * float(np.abs(values).max())):
+        raise NonFiniteError(
+            "Sums of the scores are beyond float64. Multiply the scores by a small constant."
+        )
+    left, counts, parts = values, members.astype(np.float64), list[NDArray[np.float64]]()
+    while not parts or left.any():
+        # Products of 0 or 1 with multiples of such a unit have exact sums in float64.
+        unit = np.frexp(np.abs(left).max(axis=0))[1] + len(values).bit_length() - 53
+        part = np.ldexp(np.rint(np.ldexp(left, -unit)), unit)
+        parts.append(counts @ part)
+        left = left - part
+    if len(parts) == 1:
+        return parts[0]
+    flat = zip(*(part.flat for part in parts), strict=True)
+    return np.array([math.fsum(one) for one in flat]).reshape(parts[0].shape)
 
 
 def coverage(**named: object) -> float:

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.validate import integer_at_least, positive_int
 from trak_lite.errors import InvalidInputError
-from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
+from trak_lite.evaluation._arrays import coverage, exact_sums, finite_array, finite_matrix
 from trak_lite.evaluation.subsets import row_numbers
 
 FEWEST_SUBSETS: Final = 5
@@ -118,6 +118,8 @@ def seed_noise_ceiling(outputs: ArrayLike) -> NoiseCeiling:
 def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
     """Return the prediction of the scores for each subset: the sum over its rows.
 
+    Sums are exact up to the rounding of the result, so that equal ones are equal in any order of the rows.
+
     Args:
         scores: ``(N, M)`` finite.
         masks: ``(S, N)`` boolean.
@@ -127,7 +129,7 @@ def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
 
     Raises:
         InvalidInputError: If shapes do not fit.
-        NonFiniteError: If a score is NaN or infinite.
+        NonFiniteError: If a score is NaN or infinite, or sums may be beyond float64.
 
     Example:
         >>> import numpy as np
@@ -146,7 +148,7 @@ def summed_scores(scores: ArrayLike, masks: ArrayLike) -> NDArray[np.float64]:
         raise InvalidInputError(
             f"scores have {len(values)} train rows, masks {members.shape[1]}; they must agree.{hint}"
         )
-    return members.astype(np.float64) @ values
+    return exact_sums(values, members)
 
 
 def linear_datamodeling_score(
