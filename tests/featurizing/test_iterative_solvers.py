@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
-from trak_lite import Rows
+from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
 from trak_lite.methods import CG, EKFAC, LiSSA
 from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
@@ -242,6 +242,45 @@ def test_a_target_without_a_gradient_needs_no_iteration():
     found = streamed(model, first_output, train, targets, CG(tolerance=1e-6))
     assert not found.numpy()[:, 0].any()
     assert found.convergence[0].iterations[0] == found.convergence[0].residuals[0] == 0
+
+
+def scaled_output(factor):
+    return lambda call, batch: call(batch[0])[:, 0] * factor
+
+
+def test_cg_is_linear_in_targets_whose_squares_leave_float32():
+    """A power of 2 changes no bits."""
+    model = prepared(Cubed).float()
+    rows, targets = (TensorDataset(x.float(), labels) for x, labels in (TRAIN.tensors, TARGETS.tensors))
+    made = Attributor(model, LABELS, None, projector="none", dtype="float32", progress=False)
+    made.featurize(rows)
+    plain, *others = (
+        made.score(targets, f"{power}", method=CG(tolerance=1e-4), task=scaled_output(2.0**power)).numpy()
+        * 2.0**-power
+        for power in (0, -60, -80, 70)
+    )
+    assert plain.any()
+    for found in others:
+        np.testing.assert_array_equal(found, plain)
+
+
+def test_lissa_does_not_depend_on_units_whose_squares_leave_float32():
+    """Inputs and weights in other units have the same outputs, and a curvature of other size; so may targets."""
+    found, residuals = [], []
+    for unit, power in ((1.0, 0), (2.0**-40, 0), (1.0, -80)):
+        model = prepared(lambda: nn.Linear(4, 3, bias=False)).float()
+        model.load_state_dict({"weight": model.weight / unit})
+        rows, targets = (
+            TensorDataset(unit * x.float(), labels) for x, labels in (TRAIN.tensors, TARGETS.tensors)
+        )
+        made = Attributor(model, LABELS, None, progress=False)
+        method, task = LiSSA(damping=10.0, depth=5, rows=N), scaled_output(2.0**power)
+        scores = made.stream_scores(rows, targets, method=method, task=task)
+        found.append(scores.numpy() * 2.0**-power)
+        residuals.append(scores.convergence[0].residuals)
+    for one in (found, residuals):
+        assert one[0].all()
+        np.testing.assert_allclose(one[1:], [one[0]] * 2, rtol=1e-3)
 
 
 def test_scores_of_stored_rows_refine_and_parts_of_targets_agree(tmp_path):

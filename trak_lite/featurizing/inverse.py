@@ -27,6 +27,7 @@ from trak_lite.featurizing.solvers import (
     largest_eigenvalue,
     neumann_series,
     row_norms,
+    row_units,
 )
 from trak_lite.methods import CG, EKFAC, AbstractInverseMethod, LiSSA
 from trak_lite.projectors import AbstractProjector, NoOpProjector
@@ -204,8 +205,11 @@ class InverseCurvature:
             raise NonFiniteError(
                 f"LiSSA diverged at scale={scale:.3g}. Use a larger scale, more rows per step, or CG."
             )
-        norms = row_norms(right)
-        residual = row_norms(right - whole(solutions)) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+        units = row_units(right)
+        norms = row_norms(right / units)
+        residual = row_norms((right - whole(solutions)) / units) / norms.clamp(
+            min=torch.finfo(norms.dtype).tiny
+        )
         iterations = np.full(len(right), method.depth * method.repeats)
         convergence = Convergence(iterations, residual.cpu().double().numpy())
         self._report(convergence, _LISSA_RESIDUAL, "depth, rows or scale")

@@ -5,6 +5,7 @@ Shapes: m right-hand sides, P parameter entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeAlias, final
@@ -49,11 +50,12 @@ def conjugate_gradients(
     target also ends at a direction in which A is not positive. ``product`` multiplies by A, ``precondition`` by an
     approximation of its inverse; both are symmetric and positive definite. Returns x ``(m, P)``, and the convergence.
     """
-    x = torch.zeros_like(right)
-    norms = row_norms(right)
+    x, units = torch.zeros_like(right), row_units(right)
+    r = right / units
+    norms = row_norms(r)
     residuals, iterations = (norms > 0).to(norms), torch.zeros(len(right), dtype=torch.int64, device="cpu")
     active = torch.nonzero(norms > 0).flatten()
-    r = right[active].clone()
+    r = r[active]
     p = precondition(r)
     rz = _dots(r, p)
     for _ in range(max_iterations):
@@ -76,7 +78,7 @@ def conjugate_gradients(
         now = _dots(r, z)
         p = z + (now / rz).to(z)[:, None] * p
         rz = now
-    return x, Convergence(iterations.numpy(), residuals.cpu().double().numpy())
+    return x.mul_(units), Convergence(iterations.numpy(), residuals.cpu().double().numpy())
 
 
 def neumann_series(product: Product, right: Tensor, *, scale: float, depth: int) -> Tensor:
@@ -103,8 +105,19 @@ def largest_eigenvalue(product: Product, like: Tensor, *, iterations: int, seed:
         vector = vector / vector.norm()
         image = product(vector)
         value = float(_dots(vector, image))
-        vector = image
+        vector = image / row_units(image)
     return value
+
+
+def row_units(rows: Tensor) -> Tensor:
+    """Return a power of 2 near the largest entry of each row ``(m, 1)``.
+
+    Division by it changes no bits, and no square of the quotients that matters underflows or overflows.
+    """
+    exponents = rows.norm(math.inf, 1, keepdim=True).log2().floor()  # -inf for zeros
+    most = -math.log2(torch.finfo(rows.dtype).tiny)
+    units: Tensor = exponents.clamp(-most, most).exp2()
+    return units
 
 
 def _dots(a: Tensor, b: Tensor) -> Tensor:
