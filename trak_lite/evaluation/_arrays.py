@@ -50,8 +50,9 @@ def exact_sums(values: NDArray[np.float64], members: NDArray[np.bool_]) -> NDArr
         part = np.ldexp(np.rint(np.ldexp(left, -unit)), unit)
         parts.append(counts @ part)
         left = left - part
-    if len(parts) == 1:
-        return parts[0]
+    if len(parts) <= 2:
+        both: NDArray[np.float64] = np.sum(parts, axis=0)
+        return both
     flat = zip(*(part.flat for part in parts), strict=True)
     return np.array([math.fsum(one) for one in flat]).reshape(parts[0].shape)
 
