@@ -411,13 +411,10 @@ def batch_size(batch: Batch) -> int:
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for.
-
-    Tensors that were made in inference mode, which autograd cannot save, are copied.
-    """
+    """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for."""
 
     def moved(part: Tensor) -> Tensor:
-        part = part.clone() if part.is_inference() else part
+        part = part.clone() if part.is_inference() else part  # autograd cannot save what inference mode made
         return part if part.device == device else to_device(part, device)
 
     return map_tensors(moved, batch)
