@@ -71,7 +71,7 @@ def measured(name: str, batch_size: int, rounds: int) -> dict[str, Any]:
         return [*terms, *total]
 
     def replayed() -> None:
-        computer.run(batch, projector, (), gradients, lambda _: False, math.inf)
+        computer.run(batch, projector, (), gradients, math.inf)
 
     projector = Projector()
     for function in (gradients, plain):

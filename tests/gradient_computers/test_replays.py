@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack as exported
 
@@ -501,6 +502,24 @@ def test_a_recording_leaves_the_garbage_collector_as_it_was(enabled):
         gc.enable()
     assert run.passes < 10, "it was recorded"
     assert gc.get_freeze_count() > 0.9 * before, "some of them are no longer used"
+
+
+def test_a_weight_that_changes_while_a_pass_is_recorded_is_noticed():
+    """The pass is not run again, which would change nothing more."""
+    written = []
+
+    def write(s, x):
+        if type(_get_current_dispatch_mode()).__name__ == "Tape" and not written:
+            written.append(True)
+            with torch.no_grad():
+                s.first.weight.add_(0.5)
+
+    computer, projector = HookGradientComputer(made(lambda: Net(does=write)), TASK), CountSketchProjector(16)
+    settings = {"model_id": 0, "rows": np.arange(4), "what": "train", "to_come": math.inf}
+    features = (compute_features(computer, projector, batch, **settings) for batch in batches())
+    with pytest.raises(UnsupportedModelError, match="changes 1 of its parameters"):
+        list(features)
+    assert written
 
 
 READS = {

@@ -41,7 +41,7 @@ def squares(call, batch):
     return call(batch[0]).flatten(1).square().sum(1)
 
 
-SQUARES = resolve_task(squares)
+SQUARES, TASK = resolve_task(squares), resolve_task("image_classification")
 
 
 def attributor(model, computer, path=None, **settings):
@@ -519,14 +519,15 @@ def test_gradients_that_only_a_backward_pass_inside_knows_are_refused(name):
         made.featurize(TensorDataset(rows(3).float(), torch.arange(3)))
     if name in ("auto", "iterative"):
         assert "calls backward() inside" in str(refusal.value)
-        assert "layer.weight, layer.bias" in str(refusal.value)
+        assert "layer.bias, layer.weight" in str(refusal.value)
     for parameter, grad in zip(model.parameters(), before, strict=True):
         assert parameter.grad is grad
         assert (grad == 1).all()
 
 
-def test_a_backward_pass_inside_the_forward_pass_is_no_part_of_the_gradients():
-    """As where forces are the derivatives of an energy."""
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_backward_pass_inside_the_forward_pass_is_no_part_of_the_gradients(is_there):
+    """As where forces are the derivatives of an energy. What a training has accumulated stays."""
 
     def forward(s, x):
         with torch.enable_grad():
@@ -534,12 +535,24 @@ def test_a_backward_pass_inside_the_forward_pass_is_no_part_of_the_gradients():
             s.layer(x).square().sum().backward()
         return s.last(x.grad.detach())
 
-    model = Model(forward, layer=nn.Linear(4, 4), last=nn.Linear(4, 3)).double()
-    batch = (rows(3),)
-    found = collect_gradients(IterativeGradientComputer(model, SQUARES), batch)
-    assert all(p.grad is None for p in model.parameters())
-    for name, expected in by_loop(model, squares, batch).items():
-        torch.testing.assert_close(found[name], expected)
+    model = Model(forward, layer=nn.Linear(4, 4), last=nn.Linear(4, 3)).float()
+    before = [torch.ones_like(p) if is_there else None for p in model.parameters()]
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        parameter.grad = grad
+    data = TensorDataset(rows(5).float(), torch.arange(5) % 3)
+    made = attributor(model, "auto", projector="none", dtype="float32")
+    made.featurize(data)
+    with attributor(model, "auto").capture(data, "epoch") as capture:
+        capture(data.tensors, torch.arange(5))
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or (grad == 1).all()
+    found = made.score(data, method="GradDot").numpy()
+    expected = by_loop(model, lambda call, batch: TASK.evaluate(call, batch).output, data.tensors)
+    flat = torch.cat([value.flatten(1) for value in expected.values()], 1)
+    q = TASK.evaluate(lambda x: model(x), data.tensors).out_to_loss_grad
+    scores = (q[:, None] * flat @ flat.T).detach()
+    torch.testing.assert_close(torch.from_numpy(found), scores, rtol=0, atol=1e-6 * float(scores.abs().max()))
 
 
 class Summed(torch.autograd.Function):

@@ -107,22 +107,15 @@ def _owned_by(model: nn.Module, module_class: type[nn.Module]) -> list[nn.Parame
 
 @contextmanager
 def differentiating_only(parameters: Iterable[nn.Parameter], kept: Kept) -> Iterator[None]:
-    """Let only the kept ones of all parameters require grad inside the block; autograd forms no other gradient.
-
-    What a ``backward()`` of the model itself adds to ``.grad`` inside the block is dropped.
-    """
-    states = [(p, p.requires_grad, p.grad) for p in parameters]
+    """Let only the kept ones of all parameters require grad inside the block; autograd forms no other gradient."""
+    flags = [(p, p.requires_grad) for p in parameters]
     wanted = {id(p) for p in kept.values()}
     try:
-        for p, flag, grad in states:
+        for p, flag in flags:
             if flag != (id(p) in wanted):
                 p.requires_grad_(not flag)
-            if grad is not None:
-                p.grad = None
         yield
     finally:
-        for p, flag, grad in states:
+        for p, flag in flags:
             if p.requires_grad != flag:
                 p.requires_grad_(flag)
-            if p.grad is not grad:
-                p.grad = grad

@@ -294,11 +294,15 @@ def _state_kept(model: nn.Module) -> Callable[[], None]:
     return put_back
 
 
+class ChangedParametersError(UnsupportedModelError):
+    """A pass changes parameters, which the next pass need not do."""
+
+
 def refuse_changed_parameters(model: nn.Module, names: Collection[str]) -> None:
     """Raise if a forward pass has changed parameters: rows of one checkpoint would belong to two models."""
     if names:
         first = next(name for name, _ in model.named_parameters() if name in names)
-        raise UnsupportedModelError(
+        raise ChangedParametersError(
             f"The forward pass of {class_of(model).__name__} in eval mode changes {len(names)} of its parameters, the "
             f"first of them {first!r}, so rows would not be those of the checkpoint. Expected a forward pass that only "
             "reads them. If only the first pass changes them, call model.eval() and run one pass before you create the "

@@ -167,13 +167,9 @@ def naming_graph_failures(module: nn.Module | None = None) -> Iterator[None]:
     """Replace torch's errors about the graph of a backward pass by ones that name the cause.
 
     With a module, also refuse a backward pass inside this one: ``autograd.grad`` does not return what it adds to
-    ``.grad``. The block is inside one of :func:`differentiating_only`.
+    ``.grad``.
     """
-    model = "The model" if module is None else type(module).__name__
-    for parameter in () if module is None else module.parameters():
-        parameter.grad = (
-            None  # which a backward pass inside the forward pass may have filled; that is no part of f
-        )
+    model, before = "The model" if module is None else type(module).__name__, _stored_gradients(module)
     try:
         yield
     except UnsupportedModelError:
@@ -191,13 +187,19 @@ def naming_graph_failures(module: nn.Module | None = None) -> Iterator[None]:
             "it computes once in eval mode. Expected independent passes. Detach the tensor, or clear it in the output "
             "function."
         ) from error
-    filled = [] if module is None else [name for name, p in module.named_parameters() if p.grad is not None]
+    filled = {name for name, *_ in _stored_gradients(module) - before}
     if filled:
         raise UnsupportedModelError(
             f"The backward pass of {model} calls backward() inside, as reversible layers do, and leaves the gradients "
-            f"of {some_of(filled)} in .grad, where those of one output cannot be read. Compute these layers without "
-            "their autograd.Function, which saves memory in training: the gradients are the same."
+            f"of {some_of(sorted(filled))} in .grad, where those of one output cannot be read. Compute these layers "
+            "without their autograd.Function, which saves memory in training: the gradients are the same."
         )
+
+
+def _stored_gradients(module: nn.Module | None) -> set[tuple[str, int, int]]:
+    """Return the names of the parameters with a gradient in ``.grad``, its identity and its version."""
+    named = () if module is None else module.named_parameters()
+    return {(name, id(p.grad), p.grad._version) for name, p in named if p.grad is not None}
 
 
 class SeenDtypes(TorchFunctionMode):

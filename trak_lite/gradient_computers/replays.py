@@ -33,6 +33,7 @@ from trak_lite.gradient_computers.batch_kinds import (
 from trak_lite.gradient_computers.comparison import rounding_of
 from trak_lite.gradient_computers.cuda_graphs import captured
 from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
+from trak_lite.gradient_computers.randomness import ChangedParametersError
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
 from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
 from trak_lite.gradient_computers.tape import Tape
@@ -303,6 +304,8 @@ class Replays:
         try:
             with tape:
                 results = pass_.without_checks()
+        except ChangedParametersError:
+            raise
         except MODEL_FAILURES as error:
             # Of the batch, which fails again, or of something that bears no modes.
             refuse_machine_failure(error)

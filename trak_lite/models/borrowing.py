@@ -247,11 +247,14 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _modules_kept(model: nn.Module) -> Callable[[], None]:
-    """Remove the hooks of ``enable_input_require_grads`` and forward methods of mixed precision.
+    """Remove hooks of ``enable_input_require_grads``, forward methods of mixed precision, and ``.grad``.
 
     Return what restores these, flags and plain attributes.
     """
     flags = [(p, p.requires_grad) for p in model.parameters()]
+    grads = [(p, p.grad) for p in model.parameters() if _is_like(p.grad, p)]
+    for p, _ in grads:
+        p.grad = None  # a model may call backward() itself, in its forward pass too
     plain = (bool, int, float, str, type(None))
     attributes = [
         (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
@@ -275,11 +278,18 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
             registry[key] = hook
         for p, flag in flags:
             p.requires_grad_(flag)
+        for p, grad in grads:
+            p.grad = grad
         for module, values in attributes:
             # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
             vars(module).update(values)
 
     return restore
+
+
+def _is_like(grad: Tensor | None, p: nn.Parameter) -> bool:
+    """Whether autograd would add to a gradient: ``.data`` of its parameter may have been replaced since."""
+    return grad is None or (grad.dtype == p.dtype and grad.shape == p.shape)
 
 
 def _copy_values(values: Mapping[str, Tensor], model: nn.Module) -> None:
