@@ -152,6 +152,7 @@ def sparse(samples):
         (r"\['0.wieght'\].*0.weight", {"grad_wrt": ["0.wieght"]}),
         ("grad_wrt must be names, patterns or module classes, got 3", {"grad_wrt": 3}),
         ("grad_wrt must be names, .* got tensor", {"grad_wrt": torch.tensor(3)}),
+        ("Unknown parameter names.*wieght", {"grad_wrt": np.str_("wieght")}),
         ("gradient_computer must be one of", {"gradient_computer": "functorch"}),
         ("gradient_computer is the class int, expected", {"gradient_computer": int}),
         ("gradient_computer is the class int, expected", {"gradient_computer": partial(int, base=8)}),

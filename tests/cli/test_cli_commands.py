@@ -336,7 +336,7 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
         f"    with open('{tmp_path}/seen', 'a') as file:\n"
         "        file.write(' '.join(map(str, sorted(indices))) + '\\n')\n"
         "    torch.manual_seed(seed)\n    model = build",
-    ).replace("steps: int = 3", "steps: int = 3, sizes: list[int] = ()")
+    ).replace("steps: int = 3", "steps: int = 3, sizes: list[int] = (), batch_size: str = 'full'")
     selected = "train_data: {indices: [30, 31, 35, 39]}\n"
     config = write_case(tmp_path, recipe=recipe, more=selected)
     done(["run", config], capsys)
@@ -348,7 +348,7 @@ def test_a_verification_of_selected_rows_trains_on_these_rows(tmp_path, capsys):
         assert all(rows < {30, 31, 35, 39} and len(rows) == 2 for rows in seen)
         return len(seen)
 
-    assert trained("--recipe_arguments.sizes=[1, 2]") == 2
+    assert trained("--recipe_arguments.sizes=[1, 2]", "--recipe_arguments.batch_size=full") == 2
     assert trained("--recipe_arguments.sizes=[1, 2]") == 3
     assert trained("--recipe_arguments.sizes=[1, 3]") == 5
     for more, number in (("# a comment", 6), ("def render(index):\n    return 'a row'", 7)):

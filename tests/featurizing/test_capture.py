@@ -342,6 +342,7 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path):
     [
         ({"folder": "a file"}, r"a file.epoch-0\.pt cannot be written: "),
         ({"folder": "a file/inside"}, r"inside.epoch-0\.pt cannot be written: "),
+        ({"folder": "a folder"}, r"a folder.epoch-0\.pt cannot be written: "),
         ({"folder": 3}, "folder must be a path, got 3"),
         ({"optimizer": "adam"}, "optimizer is 'adam', expected the torch.optim.Optimizer"),
         ({"optimizer": torch.optim.Adam}, "optimizer is <class 'torch.*Adam'>, expected"),
@@ -350,6 +351,7 @@ def test_adam_states_of_the_steps_make_the_rows_of_less(tmp_path):
 )
 def test_what_cannot_be_saved_at_the_end_is_refused_before_the_first_step(given, said):
     pathlib.Path("a file").touch()
+    pathlib.Path("a folder/epoch-0.pt").mkdir(parents=True)
     made = attributor(Network())
     with pytest.raises(errors.InvalidInputError, match=said), made.capture(data(), "epoch-0", **given):
         pytest.fail("a step was taken")

@@ -221,7 +221,8 @@ def _value(
             _normalization(value)
         if name == "score.name":
             check_name(value, what="target set")
-        if name.rpartition(".")[2] == "batch_size" and value is not None:
+        is_ours = not name.startswith(f"{SECTION}.")
+        if is_ours and name.rpartition(".")[2] == "batch_size" and value is not None:
             positive_int(batch_size=value)
     except InvalidInputError as error:
         raise InvalidInputError(f"{where}: {name}: {error}") from error

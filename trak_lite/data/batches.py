@@ -414,8 +414,9 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with every tensor on ``device``; copies from the host to an accelerator are not waited for."""
 
     def moved(part: Tensor) -> Tensor:
-        part = part.clone() if part.is_inference() else part  # autograd cannot save what inference mode made
-        return part if part.device == device else to_device(part, device)
+        if part.device != device:
+            return to_device(part, device)
+        return part.clone() if part.is_inference() else part  # autograd cannot save what inference mode made
 
     return map_tensors(moved, batch)
 

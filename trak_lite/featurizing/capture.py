@@ -8,6 +8,7 @@ Shapes: N train rows, B samples of a batch.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -323,7 +324,8 @@ class Capture:
 
 def _is_optimizer(value: Any) -> bool:
     """Return whether a value is an optimizer, or a wrapper of one such as those of training libraries."""
-    return hasattr(value, "param_groups") and callable(getattr(value, "state_dict", None))
+    has_groups = hasattr(value, "param_groups") or hasattr(value, "optimizer")
+    return has_groups and callable(getattr(value, "state_dict", None))
 
 
 def _file_to_write(folder: str | PathLike[str], name: str) -> Path:
@@ -336,4 +338,6 @@ def _file_to_write(folder: str | PathLike[str], name: str) -> Path:
         os.close(open_folder(str(file.parent)))  # raises if it is a link
         with tempfile.TemporaryFile(dir=file.parent):
             pass
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     return file

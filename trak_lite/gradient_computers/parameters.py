@@ -31,9 +31,11 @@ def listed(choice: ParameterChoice) -> list[str | type[nn.Module]]:
         >>> listed("0.weight")
         ['0.weight']
     """
-    if not isinstance(choice, str | type | Iterable) or getattr(choice, "ndim", 1) == 0:
+    if isinstance(choice, str | type):
+        return [choice]
+    if not isinstance(choice, Iterable) or getattr(choice, "ndim", 1) == 0:
         raise InvalidInputError(f"grad_wrt must be names, patterns or module classes, got {choice!r:.100}.")
-    return [choice] if isinstance(choice, str | type) else list(choice)
+    return list(choice)
 
 
 def select_parameters(

@@ -148,8 +148,8 @@ def iterate_checkpoints(
 
 def _is_iterable(source: Any) -> bool:
     """Return whether a source has items that are checkpoints: not the layers of a model, and no array of one number."""
-    is_array = getattr(source, "ndim", 1) == 0
-    return isinstance(source, Iterable) and not isinstance(source, nn.Module) and not is_array
+    is_one = isinstance(source, nn.Sequential) or getattr(source, "ndim", 1) == 0
+    return isinstance(source, Iterable) and not is_one
 
 
 def _refuse_shared(items: Sequence[Any]) -> None:

@@ -252,7 +252,8 @@ def _digests_of_targets(
         raise StateError(
             f"There are no features of targets {name!r}; stored targets: {names}. Call score(data, name={name!r})."
         )
-    begun = [store.attributes(path).get(tables.CHECKPOINTS) for path in there.values()]
+    some = there.values() if len(there) < len(features) else ()  # which may be all that the call was for
+    begun = [store.attributes(path).get(tables.CHECKPOINTS) for path in some]
     asked = {*there, *(digest for noted in begun if isinstance(noted, list) for digest in noted)}
     digests = [digest for digest in features if digest in asked]
     lacking = [
@@ -263,7 +264,8 @@ def _digests_of_targets(
     if lacking:
         raise StateError(
             f"The features of targets {name!r} are not complete: {some_of(lacking)}. Call score(data, name={name!r}, "
-            "dense=False) with the same targets and method, which computes the rest."
+            f"dense=False) with the same targets and method, which computes the rest, or drop_scores({name!r}, "
+            "features=True) and score again."
         )
     return digests
 
