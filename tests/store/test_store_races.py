@@ -6,8 +6,9 @@ import itertools
 import os
 from unittest import mock
 
+import numpy as np
 import pytest
-from store_cases import MANIFEST, NAME, SPEC, finish, grow, make, reading, sized, values, writing
+from store_cases import MANIFEST, NAME, SPEC, finish, flip, grow, make, reading, sized, values, writing
 
 from trak_lite.errors import BusyError, InvalidInputError, MissingStoreError, StateError
 from trak_lite.store import ZarrFeatureStore, check_store
@@ -215,4 +216,19 @@ def test_a_call_may_come_between_any_two_steps_of_another(tmp_path, pair, start)
         assert names == ["targets/a/y"] if "group" in pair.__name__ else set(names) <= {NAME}
         assert (NAME in names) == (pair in KEEPS) or "creation_and" in pair.__name__
         finish(path, sized(size))
+        assert check_store(path).findings == ()
+
+
+def test_an_entry_that_is_stored_again_during_a_repair_stays(tmp_path):
+    for count in itertools.count(1):
+        path = str(tmp_path / f"{count}.zarr")
+        with ZarrFeatureStore.create(path, MANIFEST) as store:
+            store.put_entry("verdicts/a", "key", np.zeros(3))
+            flip(f"{path}/.entries/verdicts%a.safetensors", -1)
+            with before_call(count, lambda: store.put_entry("verdicts/a", "key", np.arange(3.0))) as left:
+                check_store(path, repair=True)
+            if left:
+                assert count > 1
+                return
+            np.testing.assert_array_equal(store.entry("verdicts/a", "key"), np.arange(3.0))
         assert check_store(path).findings == ()

@@ -234,8 +234,7 @@ class StoreLook(ABC):
 
     def _check_entries(self) -> None:
         """Compare the entries with their marks and with the store."""
-        store = None if self.record is None else self.record["id"]
-        entries = StoreEntries(self._files, self.where, store, self._lock)
+        entries = self._entries()
         try:
             wrong = dict(entries.problems())
         except StoreError as error:
@@ -244,6 +243,10 @@ class StoreLook(ABC):
         self.wrong_entries = list(wrong)
         for name, text in wrong.items():
             self._damage(None, f"the entry {name!r} {text}", entries.remedy)
+
+    def _entries(self) -> StoreEntries:
+        store = None if self.record is None else self.record["id"]
+        return StoreEntries(self._files, self.where, store, self._lock)
 
     def _folder(self, path: str) -> None:
         record = read_record(self._get, path, where=self.where)
@@ -337,16 +340,22 @@ class DiskLook(StoreLook):
                 tables.make()
             # Whether an entry belongs to the store is known only with the store's own metadata.
             wrong = [] if self.record is None else self.wrong_entries
-            aside = [*self.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
-            if not aside:
+            if not self.entries and not wrong:
                 return []
             folder = f"{tables.folder}/{SET_ASIDE}/{set_aside_name('tables')}"
-            make_folders(folder)
-            tables.set_aside(aside, folder)
-            for name in wrong:
-                with contextlib.suppress(FileNotFoundError):  # removed without the store
-                    file = entry_files(name)[0]
-                    rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
+            with tables.locked():
+                wrong = [
+                    name for name, _ in self._entries().problems(wrong)
+                ]  # some may be stored again since
+                aside = [*self.entries, *(f"{ENTRIES}/{name}" for name in wrong)]
+                if not aside:
+                    return []
+                make_folders(folder)
+                tables.set_aside(aside, folder)
+                for name in wrong:
+                    with contextlib.suppress(FileNotFoundError):  # removed without the store
+                        file = entry_files(name)[0]
+                        rename(f"{root}/{file}", f"{folder}/{os.path.basename(file)}")
         return [SetAside(path, None, (), folder) for path in aside]
 
     def _names(self, folder: str) -> list[str]:

@@ -213,9 +213,9 @@ class StoreEntries:
             return f"restore its objects below {ENTRIES} and {TABLES}, or remove them, and store it again"
         return f"restore {ENTRIES} and {TABLES}, or call check_store(path, repair=True), and store it again"
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of entries that are not as they were written, and what is wrong."""
-        for name in self.names():
+    def problems(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+        """Yield the names of entries, among these or all, that are not as they were written, and what is wrong."""
+        for name in self.names() if names is None else names:
             try:
                 wrong = self._read(name)[1]
             except StoreError as error:

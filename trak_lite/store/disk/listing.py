@@ -214,12 +214,11 @@ class TableList:
             _remove(path)
 
     def set_aside(self, paths: Iterable[str], folder: str) -> None:
-        """Move the entries of tables to a folder."""
-        with self.locked():
-            for path in paths:
-                with contextlib.suppress(FileNotFoundError):  # another process was first
-                    rename(self.entry(path), f"{folder}/{entry_name(path)}")
-            sync_folder(self.folder)
+        """Move the entries of tables to a folder; the caller holds the lock."""
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                rename(self.entry(path), f"{folder}/{entry_name(path)}")
+        sync_folder(self.folder)
 
     def make(self) -> None:
         """Create the folder of the list, if missing, and the ``zarr.json`` that hides it from zarr tools."""
