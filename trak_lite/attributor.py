@@ -688,7 +688,8 @@ class Attributor:
             StateError: If the scores were never computed, or are not finished; with ``dense=False``, if the features of
                 the targets lack rows of a checkpoint.
             ManifestMismatchError: If the store has other settings, or the scores are of the default method of another
-                attributor, or of another task.
+                attributor, or of another task; with ``dense=False`` also if the targets are not the same at every
+                checkpoint.
         """
         check_name(name, what="target set")
         run, chosen = self._run.asking(task), self._settings.scored_by(method)

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import logging
 import re
+import shutil
 from functools import cache, partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from trak_lite import Attributor, Refine, Rows
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.methods import CG, EKFAC, TRAK, Fisher, GaussNewton, GradCos, LiSSA, TracIn
 from trak_lite.scoring import grams
-from trak_lite.store import check_store
+from trak_lite.store import check_store, open_store
 
 N, M = 30, 4
 model = partial(perceptron, 5)
@@ -160,6 +161,27 @@ def test_targets_of_a_name_are_the_same_at_every_checkpoint(view):
     made.score(TARGETS, "a", checkpoints=[second], **whole)
     both = made.scores("a", **whole).numpy()
     np.testing.assert_allclose(both, np.mean(alone, 0), rtol=1e-4, atol=1e-5 * np.abs(both).max())
+
+
+@pytest.mark.parametrize("view", [
+    {"method": "TracIn"}, {"method": "EKFAC"}, {"task": squared_logits},
+], ids=["method", "curvature", "task"])  # fmt: skip
+def test_targets_of_a_name_that_differ_between_merged_copies_are_refused(tmp_path, view):
+    first, second, _ = states()
+    ours = featurized(tmp_path / "a.zarr", method=view.get("method", "GradDot"))
+    shutil.copytree(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    theirs = Attributor.open(tmp_path / "b.zarr", model())
+    theirs.featurize(TRAIN, checkpoints=states())
+    other = labelled(M + 1, 5) if "task" not in view else TARGETS
+    ours.score(TARGETS, "a", checkpoints=[first], dense=False)
+    theirs.score(other, "a", checkpoints=[second], dense=False, task=view.get("task"))
+    with open_store(tmp_path / "a.zarr", "r+") as store, open_store(tmp_path / "b.zarr") as copy:
+        store.merge([copy])
+    with pytest.raises(ManifestMismatchError, match=r"'a' at ckpt-1 .* ckpt-0.*features=True"):
+        ours.scores("a", dense=False)
+    ours.drop_scores("a", features=True)
+    ours.score(TARGETS, "a", dense=False)
+    assert ours.scores("a", dense=False).shape == (N, M)
 
 
 @pytest.mark.parametrize(("first", "second", "dense"), [

@@ -30,6 +30,7 @@ from trak_lite.run.stored_settings import row_kind
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import FeatureLayout
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,31 @@ class ScoreSource:
                 "scores: they were dropped, and are now of other targets or weights. Score again, under another name."
             )
         return targets
+
+    def check_targets(self) -> None:
+        """Raise if stored targets are of fewer train rows, or are not the same at every checkpoint.
+
+        Targets that are multiplied by a curvature depend on the train rows that it was fitted to. ``store.merge`` of
+        two copies in which a name has other targets gives a store with both.
+        """
+        identity = self.target_identity
+        curvature = identity.get("curvature") if isinstance(identity, Mapping) else None
+        fitted = curvature.get("dataset") if isinstance(curvature, Mapping) else None
+        if fitted not in (None, digest_of(self.store.manifest.fingerprint.get("dataset", {}))):
+            raise StateError(
+                f"The targets {self.name!r} are multiplied by a curvature that was fitted to fewer train rows than the "
+                f"store has now. Score under another name, or drop_scores({self.name!r}) and score again."
+            )
+        first, *others = self.train
+        for table in others:
+            targets = self.store.open_table(tables.target_table_path(self.name, self.method, table))
+            compare_fingerprints(
+                {"targets": targets.spec.fingerprint.get("targets", {})},
+                {"targets": identity},
+                where=f"{self.name!r} at {tables.table_path(table)}",
+                remedy=f"Here is {tables.table_path(first)}. Call drop_scores({self.name!r}, features=True), and score "
+                "each set of targets under a name of its own.",
+            )
 
     def terms(self, targets: slice | NDArray[np.int64] = slice(None)) -> list[ScoreTerm]:
         """Return one term per checkpoint, with some targets multiplied by (H + lambda I)^-1 and the weight."""

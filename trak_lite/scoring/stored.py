@@ -82,7 +82,7 @@ def stored_scores(
         store, train, name, method, layout=settings.layout, target_identity=targets, device=settings.device
     )
     if path is None:
-        _refuse_outgrown_targets(source)
+        source.check_targets()
     asked = {} if run is None else run.asked_task()
     if asked:
         compare_fingerprints(
@@ -222,18 +222,6 @@ def _refuse_outgrown(name: str, scores: TableSpec, train: TableSpec) -> None:
         raise StateError(
             f"The scores {name!r} have {scores.num_rows} train rows, but the store has {train.num_rows} now. Score "
             f"under another name, or drop_scores({name!r}) and score again."
-        )
-
-
-def _refuse_outgrown_targets(source: ScoreSource) -> None:
-    """Raise if train rows were appended after the curvature was fitted that the targets are multiplied by."""
-    targets = source.target_identity
-    curvature = targets.get("curvature") if isinstance(targets, Mapping) else None
-    fitted = curvature.get("dataset") if isinstance(curvature, Mapping) else None
-    if fitted not in (None, digest_of(source.store.manifest.fingerprint.get("dataset", {}))):
-        raise StateError(
-            f"The targets {source.name!r} are multiplied by a curvature that was fitted to fewer train rows than the "
-            f"store has now. Score under another name, or drop_scores({source.name!r}) and score again."
         )
 
 
