@@ -12,6 +12,7 @@ from traker_cases import (
     N,
     at,
     checkpoints,
+    make_model,
     make_original,
     make_traker,
     original,
@@ -23,8 +24,10 @@ from traker_cases import (
 )
 
 import trak_lite
+from trak_lite import cli
 from trak_lite.errors import (
     CheckpointError,
+    CorruptStoreError,
     InvalidInputError,
     ManifestMismatchError,
     PrecisionError,
@@ -275,3 +278,11 @@ def test_targets_of_two_model_ids_are_the_same_samples_in_the_same_order(tmp_pat
     ):
         traker.finalize_scores("shuffled")
     assert traker.finalize_scores("shuffled", model_ids=[0]).shape == (N, M)
+
+
+def test_a_store_of_traker_is_not_opened_as_one_of_an_attributor(tmp_path, capsys):
+    at("finalized", make_traker(tmp_path))
+    with pytest.raises(CorruptStoreError, match=r"does not hold the settings of an attributor.* with TRAKer"):
+        trak_lite.Attributor.open(tmp_path / "trak.zarr", make_model())
+    assert cli.main(["report", str(tmp_path / "trak.zarr")]) == 2
+    assert "does not contain a layout and a method" in capsys.readouterr().err

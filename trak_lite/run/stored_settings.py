@@ -42,12 +42,12 @@ class StoredSettings:
         """Return the settings in a manifest; ``where`` is the name of the store in messages."""
         try:
             layout = FeatureLayout.from_json(manifest.fingerprint["layout"])
-            method = as_method(manifest.made_with["settings"]["method"])
+            method = as_method(manifest.made_with.get("settings", {})["method"])
             kind = row_kind(manifest)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptStoreError(
                 f"The manifest of {where} does not contain a layout and a method ({error!r:.200}). Open the store in "
-                "Python with the model: Attributor.open(path, model)."
+                "Python with the model: Attributor.open(path, model); one of TRAKer with TRAKer."
             ) from error
         return cls(layout, method, device, kind)
 
@@ -74,7 +74,7 @@ def stored_arguments(
     the store in messages.
     """
     try:
-        stored = manifest.made_with["settings"]
+        stored = manifest.made_with.get("settings", {})  # none of TRAKer
         arguments = {name: stored[name] for name in _STORED_SETTINGS}
         arguments["grad_wrt"] = list(manifest.fingerprint["parameters"])
         arguments["normalize"] = Normalization(**arguments["normalize"])
@@ -89,8 +89,9 @@ def stored_arguments(
             stored_task = None  # a class of the user's that has a name
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(
-            f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Restore its "
-            "zarr.json from a backup, or pass the settings: Attributor(model, task, path, ...)."
+            f"The manifest of {where} does not hold the settings of an attributor ({error!r:.200}). Open a "
+            "store of TRAKer with TRAKer. For any other, restore zarr.json from a backup, or pass the settings: "
+            "Attributor(model, task, path, ...)."
         ) from error
     # None is the default of the arguments that have one, and otherwise stands for the stored value.
     arguments.update({name: value for name, value in overrides.items() if value is not None})
