@@ -96,7 +96,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def rewrite_settings(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Make a store say what an older version would have said."""
+    """Change what a store says of the settings that it was made with."""
     document = json.loads((path / "zarr.json").read_text())
     record = document["attributes"]["trak_lite"]
     del record["checksum"]

@@ -83,7 +83,8 @@ BAD_TEMPERATURES = [
 SETTINGS = {
     tasks.ImageClassificationModelOutput: BAD_TEMPERATURES,
     tasks.TextClassificationModelOutput: [*BAD_TEMPERATURES, ({"input_names": "input_ids"}, "distinct keyword names"),
-                                          ({"input_names": ("mask", "mask")}, "distinct keyword names")],
+                                          ({"input_names": ("mask", "mask")}, "distinct keyword names"),
+                                          ({"input_names": iter(["mask"])}, r"distinct .*, such as \('input_ids',\)")],
     tasks.MultiLabelModelOutput: [({"output": "logprob"}, "output must be one of")],
     tasks.RegressionModelOutput: [({"output": "loss"}, "output must be one of")],
     tasks.CausalLanguageModelingModelOutput: [({"output": "logit"}, "output must be one of"),
@@ -109,7 +110,7 @@ SETTINGS = {
     tasks.CLIPModelOutput: [({"temperature": 0.0}, "temperature"),
                             ({"simulated_batch_size": 0}, "simulated_batch_size"),
                             ({"seed": 1.5}, "seed must be an integer"),
-                            ({"input_names": ("image",)}, "2 distinct keyword names"),
+                            ({"input_names": ("image",)}, r"2 distinct .*, such as \('image', 'text'\), or None"),
                             ({"pairs": iter([])}, "pairs is a list_iterator. Expected a list of batches or a loader"),
                             ({"pairs": 3}, "pairs is a int"),
                             ({"pairs": DataLoader(LOGITS, shuffle=True)}, "DataLoader that shuffles.*shuffle=False")],

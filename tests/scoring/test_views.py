@@ -5,6 +5,7 @@ import contextlib
 import logging
 import re
 import shutil
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -98,6 +99,19 @@ def test_a_store_opened_again_answers_with_any_method_without_data(tmp_path):
     for view in ({"method": "GradDot"}, {"method": "TRAK"}, {"dense": False}):
         with pytest.raises(ManifestMismatchError, match=r"targets.*another name"):
             made.score(labelled(M, 5), name="test", **view)
+
+
+def test_scores_begun_in_other_chunks_are_dropped_and_made_again(tmp_path):
+    made = featurized(tmp_path / "a.zarr")
+    expected = made.score(TARGETS, "a").numpy()
+    with open_store(tmp_path / "a.zarr", "r+") as store:
+        spec = store.open_table("scores/a").spec
+        store.drop_table("scores/a")
+        store.create_table("scores/a", replace(spec, chunk_rows=8))
+    with pytest.raises(ManifestMismatchError, match=r"chunks of 8 rows.* drop_scores\('a'\) and score again"):
+        made.score(TARGETS, "a")
+    made.drop_scores("a")
+    np.testing.assert_array_equal(made.score(TARGETS, "a").numpy(), expected)
 
 
 class Breaking(Counting):

@@ -444,7 +444,7 @@ FORMATS = [
     ({"format": 2}, OTHER, "has the format 2, .* reads the format 3.* Featurize again"),
     ({"format": "1"}, CorruptStoreError, "format is '1'"),
     ({"format": True}, CorruptStoreError, "format is True"),
-    ({"fingerprint": []}, CorruptStoreError, "fingerprint is list"),
+    ({"fingerprint": []}, CorruptStoreError, r"fingerprint is \[\]"),
 ]
 
 

@@ -284,6 +284,11 @@ def test_a_store_without_an_identifier_is_refused(tmp_path):
     path = tmp_path / "run.zarr"
     ZarrFeatureStore.create(path, Manifest({})).close()
     cases.edit(path / "zarr.json", lambda record: record.pop("id"))
-    with pytest.raises(CorruptStoreError, match="does not describe a trak_lite store"):
+    with pytest.raises(
+        CorruptStoreError, match=r"does not describe a trak_lite store: id is missing\. Restore"
+    ):
         open_store(path)
     assert not check_store(path).ok
+    cases.edit(path / "zarr.json", lambda record: record.update(id=5, made_with=[]))
+    with pytest.raises(CorruptStoreError, match=r"store: made_with is \[\], id is 5\. Restore"):
+        open_store(path)

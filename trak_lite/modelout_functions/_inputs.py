@@ -112,13 +112,18 @@ def labels_tensor(labels: Any, shape: str, prefix: str = "The labels are") -> Te
     return labels
 
 
-def distinct_names(count: int | None = None, **named: Any) -> tuple[str, ...]:
-    """Return the one keyword value; raise if it is not a sequence of distinct names, or not of ``count``."""
+def distinct_names(pair: tuple[str, str] | None = None, **named: Any) -> tuple[str, ...]:
+    """Return the one keyword value; raise if it is not a sequence of distinct names.
+
+    With ``pair``, an example, it must have two names.
+    """
     ((field, names),) = named.items()
-    if isinstance(names, str) or len(set(names)) != len(names) or count not in (None, len(names)):
+    is_sequence = isinstance(names, Sequence) and not isinstance(names, str)
+    is_named = is_sequence and all(isinstance(name, str) for name in names)
+    if not is_named or len(set(names)) != len(names) or (pair and len(names) != 2):
+        kind, example = ("2 distinct", f"{pair}, or None") if pair else ("distinct", "('input_ids',)")
         raise InvalidInputError(
-            f"{field} is {names!r}. Expected a sequence of {f'{count} ' if count else ''}distinct keyword names, such "
-            "as ('input_ids',)."
+            f"{field} is {names!r}. Expected a sequence of {kind} keyword names, such as {example}."
         )
     return tuple(names)
 

@@ -203,7 +203,7 @@ class CLIPModelOutput(AbstractModelOutput):
         "temperature": optional(positive_real),
         "simulated_batch_size": positive_int,
         "seed": integer,
-        "input_names": optional(partial(distinct_names, 2)),
+        "input_names": optional(partial(distinct_names, ("image", "text"))),
     }
 
     def __post_init__(self) -> None:

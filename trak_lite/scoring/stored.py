@@ -301,6 +301,11 @@ class ScoreResult:
             "computed with. A model that was trained again has other checkpoints: use another path for it, or "
             "score(..., checkpoints=...) with its own.",
         )
+        if not table.complete and table.spec.chunk_rows != self._spec.chunk_rows:
+            raise ManifestMismatchError(
+                f"{self._path} was begun in chunks of {table.spec.chunk_rows} rows, by another version of trak_lite; "
+                f"this one has {self._spec.chunk_rows}. Call drop_scores({self.source.name!r}) and score again."
+            )
         return table.complete
 
     def fill(self, *, progress: bool | None) -> None:

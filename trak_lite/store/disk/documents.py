@@ -28,6 +28,7 @@ CHECKSUM = "checksum"
 DROPPED = "dropped"
 """Key of the record that replaces that of a table while its objects are deleted."""
 GROWS_TO = "grows_to"
+_RECORDED = {"format": int, "fingerprint": dict, "made_with": dict, "origin": str, "id": str}
 _NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
 """Keys of a table's record that may change without changing any row."""
 _RESTORE = "Restore the file from a backup, or use another path."
@@ -158,15 +159,18 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
                 else "Featurize again into another path, or use the version that made it."
             )
         )
-    fingerprint, made_with = record.get("fingerprint"), record.get("made_with")
-    is_store = version == FORMAT and all(isinstance(record.get(key), str) for key in ("origin", "id"))
-    if not is_store or not isinstance(fingerprint, dict) or not isinstance(made_with, dict):
+    wrong = [
+        f"{key} is {record[key]!r:.50}" if key in record else f"{key} is missing"
+        for key, kind in _RECORDED.items()
+        if type(record.get(key)) is not kind
+    ]
+    if wrong:
         raise CorruptStoreError(
-            f"{root}/zarr.json does not describe a trak_lite store: format is {version!r}, fingerprint is "
-            f"{type(fingerprint).__name__}. Restore the file from a backup, or use another path."
+            f"{root}/zarr.json does not describe a trak_lite store: {', '.join(wrong)}. {_RESTORE}"
         )
     where = f"{root}/zarr.json"
-    return Manifest(StoredValues(fingerprint, where=where), StoredValues(made_with, where=where))
+    fingerprint, made_with = (StoredValues(record[key], where=where) for key in ("fingerprint", "made_with"))
+    return Manifest(fingerprint, made_with)
 
 
 def attributes_from_json(record: Mapping[str, Any], *, where: str) -> dict[str, Any]:
