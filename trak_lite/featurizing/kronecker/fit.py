@@ -45,6 +45,8 @@ from trak_lite.run.tables import curvature_path
 from trak_lite.store import AbstractFeatureStore
 from trak_lite.types import Batch, BlockSink
 
+__all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
+
 logger = logging.getLogger(__name__)
 
 _VERSION = 2
