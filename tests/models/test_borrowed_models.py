@@ -547,6 +547,24 @@ def test_a_forward_method_that_keeps_the_former_one_is_the_models():
     np.testing.assert_allclose(products[0], 9.0 * products[1], rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("last", [nn.Dropout, lambda: Biased(keeps=False)])
+@pytest.mark.parametrize("use", ["featurize", "capture"])
+def test_scripted_modules_come_back_in_their_modes(use, last):
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Dropout().eval())
+    frozen = torch.jit.freeze(torch.jit.script(nn.Linear(4, 4).eval()))  # has no mode
+    model = nn.Sequential(torch.jit.script(mixed), frozen, nn.Linear(4, 4), last())
+    modes = [module.training for module in model.modules() if hasattr(module, "training")]
+    assert modes == [True, True, True, True, False, True, True, *[True] * isinstance(model[3], Biased)]
+    made = attributed(model)
+    if use == "featurize":
+        made.featurize(TRAIN, [copied(model), copied(model, 0.5)])
+    else:
+        with made.capture(TRAIN, "step") as capture:
+            capture(TRAIN[:4], range(4))
+    assert [m.training for m in model.modules() if m is not frozen] == modes
+
+
 def test_featurizing_leaves_no_copy_of_the_model_behind():
     """Not even until the cyclic collector runs, which does not see how large tensors are."""
     gc.collect()

@@ -260,6 +260,8 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
         (module, {name: value for name, value in vars(module).items() if isinstance(value, plain)})
         for module in model.modules()
     ]
+    # A scripted module keeps its mode outside of its __dict__, and a frozen one has none.
+    modes = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
     # The hooks make the embedded tokens a leaf of autograd, for gradient checkpointing of a frozen model in train mode.
     # The hook computer follows activations from the kept parameters only, and would fail its self-check. They are found
     # by name: the model holds the handles of the last call only, and a trainer calls it again.
@@ -281,8 +283,10 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
         for p, grad in grads:
             p.grad = grad
         for module, values in attributes:
-            # The mode, and flags that describe the state of the weights (RWKV's layers_are_rescaled).
+            # Flags that describe the state of the weights (RWKV's layers_are_rescaled).
             vars(module).update(values)
+        for module, mode in modes:
+            module.training = mode
 
     return restore
 
