@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import cached, register_parametrization
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
@@ -142,6 +143,71 @@ def test_an_f_with_parameters_beside_the_outputs_is_refused_by_exact_products(be
 
     with pytest.raises(UnsupportedModelError, match=r"'(weight|bias)' also beside what model calls return"):
         streamed(prepared(lambda: Penalized(4, 3)), output, TRAIN, TARGETS, CG())
+
+
+class Weighted(nn.Module):
+    """A layer with the weight tanh(w), computed in a way of its own."""
+
+    def __init__(self, weigh=lambda model: model.first.weight.tanh()):
+        super().__init__()
+        self.first, self.last, self.weigh = nn.Linear(4, 3), nn.Linear(3, 3), weigh
+        self.same, self.listed, self.kept = self.first, [self.first.weight], None
+
+    def train(self, mode=True):
+        self.register_buffer("filter", None if mode else self.first.weight.tanh(), persistent=False)
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.last(functional.linear(x, self.weigh(self), self.first.bias).tanh())
+
+
+@pytest.mark.parametrize("weigh", [lambda model: model.filter, lambda model: model.listed[0].tanh()])
+@pytest.mark.parametrize("method", [CG(), LiSSA()])
+def test_exact_products_refuse_outputs_that_replaced_parameters_do_not_reach(weigh, method):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Weighted reads 'first\.weight' from a tensor that eval\(\)"
+    ):
+        streamed(prepared(partial(Weighted, weigh)), LABELS, TRAIN, TARGETS, method)
+    found, expected = (
+        streamed(prepared(make), LABELS, TRAIN, TARGETS, EKFAC(), gradient_computer="iterative").numpy()
+        for make in (partial(Weighted, weigh), Weighted)
+    )
+    close(found, expected)
+
+
+def parametrized(weigh):
+    model = Weighted(weigh)
+    register_parametrization(model.first, "weight", nn.Tanh(), unsafe=True)
+    return model
+
+
+def of_the_first_pass(model):
+    model.kept = model.first.weight.tanh() if model.kept is None else model.kept
+    return model.kept
+
+
+def in_a_cache(model):
+    with cached():
+        return (model.first.weight + model.first.weight) / 2
+
+
+@pytest.mark.parametrize(
+    ("make", "weigh"),
+    [
+        (Weighted, of_the_first_pass),
+        (Weighted, lambda model: model.same.weight.tanh()),
+        (parametrized, in_a_cache),
+    ],
+)
+def test_exact_products_of_weights_that_a_pass_computes(make, weigh):
+    engine = {"gradient_computer": "iterative"}
+    found, expected = (
+        streamed(
+            prepared(one), LABELS, TRAIN, TARGETS, CG(tolerance=1e-9, max_iterations=200), **engine
+        ).numpy()
+        for one in (partial(make, weigh), Weighted)
+    )
+    close(found, expected)
 
 
 def dense_matrix(model, train):

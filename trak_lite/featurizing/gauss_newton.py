@@ -191,17 +191,34 @@ class _ModelOutputs:
     def refuse_other_paths(self) -> None:
         """Raise ``UnsupportedModelError`` if f depends on a parameter otherwise than through the outputs.
 
-        Such a part of f has no Jacobian here: f of outputs that are detached has its gradient alone.
+        Such a part of f has no Jacobian here: f of outputs that are detached has its gradient alone. So have outputs
+        that still depend on the model's own parameters where others stand for them.
         """
         self._state.restore(always=True)
+        parameters = list(self._kept.values())
         with torch.enable_grad(), differentiating_only(self._model.parameters(), self._kept):
+            recorded = _Recording(self._model, self._constants)
+            self._task.evaluate(recorded, self._batch)
+            found = [leaf for leaves, _ in recorded.calls for leaf in leaves if _is_real(leaf)]
+            if sums := [leaf.sum() for leaf in found if leaf.requires_grad]:
+                # The graph of a tensor that the model keeps is needed again.
+                gradients = torch.autograd.grad(sums, parameters, allow_unused=True, retain_graph=True)
+                kept = [name for name, part in zip(self._kept, gradients, strict=True) if part is not None]
+            if sums and kept:
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__} reads {some_of(map(repr, kept))} from a tensor that eval() or an "
+                    "earlier pass has computed, or through a reference of its own, where the products of CG and LiSSA "
+                    "would take the parameter for a constant. Let every pass compute with the parameters of the "
+                    "modules, or use EKFAC, or CG(draws=) with a task that draws labels."
+                )
+            self._state.restore(always=True)
             recorded = _Recording(self._model, None)
             self._task.evaluate(recorded, self._batch)
             constant = [leaf.detach() for leaves, _ in recorded.calls for leaf in leaves if _is_real(leaf)]
             f = self._replayed(tuple(constant))
             if not f.requires_grad:
                 return
-            gradients = torch.autograd.grad(f.sum(), list(self._kept.values()), allow_unused=True)
+            gradients = torch.autograd.grad(f.sum(), parameters, allow_unused=True)
         beside = [
             name for name, part in zip(self._kept, gradients, strict=True) if part is not None and part.any()
         ]
