@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows, TRAKer, methods, token_scores
-from trak_lite.errors import UnsupportedModelError
+from trak_lite.errors import CheckpointError, UnsupportedModelError
 from trak_lite.methods import GradDot
 from trak_lite.modelout_functions import AbstractModelOutput, reference_columns
 from trak_lite.types import OutputTerms
@@ -236,6 +236,84 @@ def test_traker_loads_layers_that_merge_weights(start, tmp_path):
         plain.train().load_state_dict(state)
         traker.load_checkpoint(state, model_id=number)
         torch.testing.assert_close(model(TRAIN.tensors[0]), plain.eval()(TRAIN.tensors[0]))
+
+
+class Expanding(nn.Linear):
+    """Computes its filter when it comes into eval mode, and removes it in train mode, as layers of e2cnn do."""
+
+    def __init__(self, *size):
+        super().__init__(*size)
+        self.register_buffer("filter", torch.zeros_like(self.weight))
+
+    def train(self, mode=True):
+        if mode and hasattr(self, "filter"):
+            del self.filter
+        elif not mode and self.training:
+            self.register_buffer("filter", self.weight.tanh())
+        return super().train(mode)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.tanh() if self.training else self.filter, self.bias)
+
+
+class Replacing(nn.Linear):
+    """Replaces its weight in eval mode, and keeps the weight of train mode in a buffer for that time."""
+
+    def train(self, mode=True):
+        if mode and not self.training:
+            self.weight.data = self.original
+            del self.original
+        elif not mode and self.training:
+            self.register_buffer("original", self.weight.data)
+            self.weight.data = self.original.tanh()
+        return super().train(mode)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.tanh() if self.training else self.weight, self.bias)
+
+
+class Expanded(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.tanh(), self.bias)
+
+
+def expanding(make, weights, modes=()):
+    """Two layers in some modes; without any, they are as built."""
+    model = nn.Sequential(make(4, 3), nn.Tanh(), make(3, 3))
+    if modes:
+        model.eval().train()
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
+    for layer, mode in zip(model[::2], modes, strict=False):
+        layer.train(mode == "train")
+    return model
+
+
+@pytest.mark.parametrize("engine", ["auto", "iterative"])
+@pytest.mark.parametrize("start", [(), ("eval", "train"), ("eval", "eval")])
+@pytest.mark.parametrize("saved", [None, (), ("train", "train"), ("eval", "train"), ("eval", "eval")])
+@pytest.mark.parametrize("make", [Expanding, Replacing])
+def test_checkpoints_may_have_buffers_that_layers_make_in_eval_mode(make, saved, start, engine):
+    torch.manual_seed(0)
+    weights = [
+        copied(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)), factor) for factor in (1, 2)
+    ]
+    model = expanding(make, weights[0], start)
+    before, modes = copied(model), [module.training for module in model.modules()]
+    states = None if saved is None else [copied(expanding(make, one, saved)) for one in weights]
+    wrapped = states and [{f"module.{name}": value for name, value in one.items()} for one in states]
+    plain, expected = Expanded, weights if states else weights[:1]
+    if make is Replacing:  # rows are those of the weights that are there in eval mode
+        plain = nn.Linear
+        expected = [{k: v.tanh() if "weight" in k else v for k, v in one.items()} for one in expected]
+    for given in (states, wrapped):
+        assert_right(scores(model, engine, given), lambda: expanding(plain, weights[0]), expected)
+    after = copied(model)
+    assert after.keys() == before.keys()
+    assert all(value.equal(before[name]) for name, value in after.items())
+    assert [module.training for module in model.modules()] == modes
+    for more in ("filters", "2.original" if make is Expanding else "2.filter"):
+        with pytest.raises(CheckpointError, match=f"unexpected: .*{more}"):
+            scores(model, engine, [{**(states or [before])[0], more: torch.zeros(3, 3)}])
 
 
 @pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])

@@ -206,8 +206,8 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
         reshard(model)
         if home != device and not sharded:
             model.to(home)
+        set_modes(model, modes)  # before buffers and values, which it may change (e2cnn, loralib)
         put_back_buffers()
-        set_modes(model, modes)  # before the values, which a change of the mode may change (loralib)
         _copy_values(saved, model)
         if entries_digest(more_entries(model)) != entries_digest(others):
             model.load_state_dict(others, strict=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_lite.core.eval_caches import in_modes
+from trak_lite.core.eval_caches import in_modes, own_modes
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError
 from trak_lite.models._adapters import ADAPTER_FILES, adapter_files, completed_adapters, unnamed_adapter
@@ -45,6 +45,7 @@ def load_into(
             ``None`` if the model has them now.
         modes: ``training``, when the values were read, of modules that override ``train``, by name; ``True`` for
             others. The model's values, adapters, and any checkpoint if ``original`` is ``None`` are loaded in these.
+            Where nothing says otherwise, a checkpoint was saved in train mode, see :func:`_modes_when_saved`.
     """
     reshard(model)
     source = Path(checkpoint.source or "")
@@ -53,7 +54,7 @@ def load_into(
     if load is None:
         if original is None:
             return
-        state: Mapping[str, Any] = {name: original[name] for name in model.state_dict() if name in original}
+        state: Mapping[str, Any] = original
     elif source.name in ADAPTER_FILES and not checkpoint.has_loader:
         # Beside it may be those of others: the model's active adapters say which are read.
         state, files = {}, adapter_files(model, source)
@@ -65,9 +66,29 @@ def load_into(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     adapters = adapters or unnamed_adapter(model, state)
-    is_read_here = original is None or load is None or adapters  # else it was saved in train mode
-    with in_modes(model, modes if is_read_here else {}):
+    is_known = load is None or adapters or (original is None and not all(modes.values()))
+    with in_modes(model, modes if is_known else _modes_when_saved(model, state)):
+        if load is None:
+            state = {name: state[name] for name in model.state_dict() if name in state}
         _load_state(model, checkpoint, state, adapters, original)
+
+
+def _modes_when_saved(model: nn.Module, state: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the modes of the modules that override ``train`` in which a state dict was saved, by name.
+
+    That is train mode, unless there are entries that a module has in its present mode only (the filters that layers of
+    e2cnn compute in eval mode and remove in train mode).
+    """
+    modes, present = own_modes(model), {bare_name(name): name for name in model.state_dict()}
+    if all(modes.values()):
+        return {}
+    with in_modes(model, {}):
+        removed = present.keys() - {bare_name(name) for name in model.state_dict()}
+    found = [present[name] for name in map(bare_name, state) if name in removed]
+    return {
+        name: mode or not any(key.startswith(name and f"{name}.") for key in found)
+        for name, mode in modes.items()
+    }
 
 
 def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
