@@ -35,6 +35,7 @@ from trak_lite.store.disk.documents import (
     read_record,
     refuse_undescribed,
     sizes_under_way,
+    store_identifier,
     table_from_json,
 )
 from trak_lite.store.disk.entries import (
@@ -245,7 +246,7 @@ class StoreLook(ABC):
             self._damage(None, f"the entry {name!r} {text}", entries.remedy)
 
     def _entries(self) -> StoreEntries:
-        store = None if self.record is None else self.record["id"]
+        store = None if self.record is None else store_identifier(self.record)
         return StoreEntries(self._files, self.where, store, self._lock)
 
     def _folder(self, path: str) -> None:

@@ -34,6 +34,11 @@ _NOT_IDENTITY = {"num_rows", GROWS_TO, "attributes", CHECKSUM}
 _RESTORE = "Restore the file from a backup, or use another path."
 
 
+def store_identifier(record: Mapping[str, Any]) -> str:
+    """Return the identifier in the record of a store; the first ones that were written have their origin instead."""
+    return str(record.get("id", record["origin"]))
+
+
 def record_checksum(record: Mapping[str, Any]) -> str:
     """Return the checksum of a record: 32 hex digits over its canonical JSON without the checksum."""
     return digest_of({key: value for key, value in record.items() if key != CHECKSUM})[:32]
@@ -162,7 +167,7 @@ def manifest_from_json(record: Mapping[str, Any], root: str) -> Manifest:
     wrong = [
         f"{key} is {record[key]!r:.50}" if key in record else f"{key} is missing"
         for key, kind in _RECORDED.items()
-        if type(record.get(key)) is not kind
+        if type(record.get(key)) is not kind and (key != "id" or key in record)
     ]
     if wrong:
         raise CorruptStoreError(

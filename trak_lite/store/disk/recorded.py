@@ -26,6 +26,7 @@ from trak_lite.store.disk.documents import (
     attributes_from_json,
     misnamed,
     read_record,
+    store_identifier,
     table_from_json,
 )
 from trak_lite.store.disk.entries import (
@@ -67,7 +68,7 @@ class RecordedFeatureStore(AbstractFeatureStore):
         self._manifest = manifest
         self._files = files
         self._cache = cache
-        self._entries = StoreEntries(files, where, record["id"], lock)
+        self._entries = StoreEntries(files, where, store_identifier(record), lock)
         self._writable = writable
         self._closed = False
         self._tables: dict[str, RowTable] = {}
