@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 from dataclasses import dataclass
 from functools import partial
@@ -243,9 +242,13 @@ def test_an_error_inside_a_dataset_names_the_sample(loader, error, named, monkey
         monkeypatch.setattr(waiting, "MP_STATUS_CHECK_INTERVAL", 0.2)
     get = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(get, "__defaults__", (0.2,))
-    with pytest.raises(error, match=named):
+    before = set(multiprocessing.active_children())
+    with pytest.raises(error, match=named) as raised:
         list(Rows(loader).batches(iter(plan([6, 7, 8], [9]))))
-    gc.collect()  # collected later, torch's loaders would wait 5 s each for their workers
+    assert raised.tb, "which holds the frames"
+    assert set(multiprocessing.active_children()) <= before, (
+        "workers that a collection would wait for, 5 s each"
+    )
 
 
 def test_an_error_outside_a_worker_names_the_sample_in_a_note_and_ends_a_run():

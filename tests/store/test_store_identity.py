@@ -284,7 +284,7 @@ def test_a_store_without_an_identifier_has_its_origin(tmp_path):
     path = tmp_path / "run.zarr"
     ZarrFeatureStore.create(path, Manifest({})).close()
     cases.edit(path / "zarr.json", lambda record: record.pop("id"))
-    with open_store(path) as store:
+    with open_store(path, mode="r+") as store:
         store.put_entry("columns/a", "key", np.arange(3.0))
     assert check_store(path).ok
     with open_store(path) as store:

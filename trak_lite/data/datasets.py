@@ -191,9 +191,14 @@ class Rows(_AsTheyAre):
             **self._loading,
             **({} if isinstance(plan, list) and len(plan) == 1 else self._workers),
         )
-        for batch in loader:
-            self._hold(drawn[0], batch)
-            yield drawn.popleft(), batch
+        loading = iter(loader)
+        try:
+            for batch in loading:
+                self._hold(drawn[0], batch)
+                yield drawn.popleft(), batch
+        finally:
+            # The traceback of an error holds it in a cycle, whose collection waits up to 5 s for each worker.
+            getattr(loading, "_shutdown_workers", lambda: None)()
 
     def moved(self, wanted: RowNumbers, device: torch.device) -> Iterator[tuple[RowNumbers, Batch]]:
         """Yield some rows in batches, each with its batch on a device; see :meth:`batches`."""
