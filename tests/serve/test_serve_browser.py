@@ -96,6 +96,7 @@ def test_numbers_and_words_of_a_row_are_named_and_not_torn_and_long_texts_fit(
 def test_a_screen_reader_finds_names_and_landmarks(page: Page, url: str, path: str) -> None:
     """What the browser hands to a screen reader: its own computation of roles and names."""
     page.open(url + path)
+    page.wait(f"location.href === {url + path!r}")  # the page before may be there still
     page.call("Accessibility.enable")
     found: dict[str, list[str]] = {}
     for node in page.call("Accessibility.getFullAXTree")["nodes"]:
