@@ -449,7 +449,7 @@ class Attributor:
             >>> data = TensorDataset(torch.randn(100, 4), torch.randint(2, (100,)))
             >>> plan = Attributor(nn.Linear(4, 2), "image_classification", None, proj_dim=8).plan(data, data)
             >>> plan.disk["rows"], plan.settings["gradients"]
-            (2400, 'hook (every kept parameter is covered)')
+            (3072, 'hook (every kept parameter is covered)')
         """
         count = count_checkpoints(checkpoints, checkpoint_loader)
         if not count:

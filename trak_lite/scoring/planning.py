@@ -40,6 +40,7 @@ from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import CACHED_ROWS
 from trak_lite.scoring.plan import Plan, Span, size_text
+from trak_lite.store._grid import stored_bytes
 from trak_lite.types import FeatureLayout
 
 _WARM: Final = 3
@@ -376,9 +377,10 @@ def _disk(
         kernels = layout.width * max(segment.width for segment in layout.segments) * 4
     elif kernel is not None and num_targets and num_rows >= CACHED_ROWS:
         kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
+    targets = settings.target_table(num_targets, {}, preconditioned=inverse) if num_targets else None
     return {
-        "rows": count * num_rows * settings.train_table(1, {}).row_bytes,
-        "targets": count * num_targets * settings.target_table(1, {}, preconditioned=inverse).row_bytes,
+        "rows": count * stored_bytes(settings.train_table(num_rows, {})),
+        "targets": 0 if targets is None else count * stored_bytes(targets),
         "kernels": count * kernels,
         "scores": 4 * num_rows * num_targets,
         "fit, while it runs": draws * layout.width * 4,

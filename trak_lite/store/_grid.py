@@ -47,6 +47,11 @@ def chunk_rows_for(num_rows: int, row_bytes: int, *, cheap: bool = False) -> int
     return max(min(by_size, max(by_count, fewest)), _FEWEST_CHUNK_ROWS)
 
 
+def stored_bytes(table: TableSpec) -> int:
+    """Return the bytes of a finished table, whose last chunk is as large as the others."""
+    return -(-table.num_rows // table.chunk_rows) * table.chunk_rows * table.row_bytes
+
+
 def plain_json(value: Any, *, what: str) -> Any:
     """Return the value after a JSON round trip (tuples become lists); raise InvalidInputError if it has none."""
     try:
