@@ -106,7 +106,7 @@ ANNOTATIONS = [
 """Of an argument, and what is said where it is a mapping of lists; no annotation has the type of the default, None."""
 WRONG_FILES = [
     (b"- a", "holds list, expected keys with values"),
-    (b"", "holds NoneType, expected keys with values"),
+    (b"", "holds nothing, expected keys with values"),
     (b"\xff", "cannot be read as YAML: 'utf-8' codec can't decode"),
     (b"seed: [", "cannot be read as YAML"),
     (b"a: " + b"[" * 500, "cannot be read as YAML"),

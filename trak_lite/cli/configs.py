@@ -258,14 +258,16 @@ def _read_yaml(path: str) -> dict[Any, Any]:
         check_depth(content)
     except OSError as error:
         raise InvalidInputError(
-            f"There is no config at {path} ({error.strerror}). Name a YAML file, such as configs/digits.yaml."
+            f"There is no config at {path} ({error.strerror}). Name a YAML file, such as configs/digits.yaml; for the "
+            "run that a store recorded, --from STORE."
         ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         what = " ".join(str(error).split()) or "nested too deeply"
         raise InvalidInputError(f"{path} cannot be read as YAML: {what}. Correct it.") from error
     if not isinstance(content, dict):
         raise InvalidInputError(
-            f"{path} holds {type(content).__name__}, expected keys with values (key: value)."
+            f"{path} holds {'nothing' if content is None else type(content).__name__}, expected keys with values "
+            "(key: value)."
         )
     return content
 
