@@ -1,8 +1,8 @@
 """Data attribution on scikit-learn's digits: find train rows with wrong labels.
 
 Trains a small CNN with 10 % of the train labels flipped, scores the train rows for held-out digits, and checks
-whether self-influence finds the flipped labels. If it is killed, start it again: it resumes. Measured: AUC 0.998 for
-self-influence, 0.918 for the loss of the final model.
+whether self-influence finds the flipped labels. If it is killed, start it again: it resumes. Measured, by processor:
+AUC 0.995 and 0.998 for self-influence, 0.898 and 0.918 for the loss of the final model.
 
 Data, model and training are in ``recipes/digits.py``, which ``trak-lite run configs/digits.yaml`` also uses: it finds
 the checkpoints and the rows of this script, and the other way round.
