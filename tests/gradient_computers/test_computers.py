@@ -763,6 +763,18 @@ def contrast(call, batch):
     return (x @ x.T).log_softmax(1).diagonal()
 
 
+def pairs(call, batch):
+    """Compares samples that begin with a negative number, of which the first three are one."""
+    x, negative = call(batch[0]), batch[0][:, 0] < 0
+    return x.sum(1) + ((x @ x.T) * (negative[:, None] & negative).tril(-1)).sum(1)
+
+
+def mirrored(call, batch):
+    """Adds the last sample of a batch of more than three to the first one, and so on."""
+    x = call(batch[0]).sum(1)
+    return x + x.flip(0).square() * (len(x) > 3)
+
+
 class SeededNoise(nn.Linear):
     """Adds noise from a generator that every pass seeds anew."""
 
@@ -786,7 +798,15 @@ class Experts(nn.Module):
         return out
 
 
-SEVERAL = (nn.Linear, contrast, FunctionalGradientComputer), (SeededNoise, total, FunctionalGradientComputer)
+SEVERAL = [
+    (layer, output, FunctionalGradientComputer)
+    for layer, output in (
+        (nn.Linear, contrast),
+        (SeededNoise, total),
+        (nn.Linear, pairs),
+        (nn.Linear, mirrored),
+    )
+]
 
 
 @pytest.mark.parametrize(("layer", "output", "kind"), [*SEVERAL, (Experts, total, HookGradientComputer)])

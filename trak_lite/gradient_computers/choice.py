@@ -16,7 +16,6 @@ from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.gradient_computers.parameters import ParameterChoice, select_parameters
-from trak_lite.gradient_computers.self_check import MixedSamplesError
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
@@ -84,8 +83,6 @@ def choose_gradient_computer(
         try:
             computer.stream_gradients(few, lambda _: None)
             computer.look_at_halves(batch)
-            if any(isinstance(error, MixedSamplesError) for error in errors.values()):
-                computer.look_at_mixing()
         except InvalidInputError:
             raise
         except Exception as error:  # of the model's code; named in the reason, and raised if all fail

@@ -43,10 +43,6 @@ class SelfCheckError(UnsupportedModelError):
     """Rows streamed without a check since the last check that passed."""
 
 
-class MixedSamplesError(SelfCheckError):
-    """f of a sample is another one in half of its batch, so that other gradient computers must look for it, too."""
-
-
 @dataclass(slots=True)
 class _Progress:
     """State of the checks of one batch structure."""

@@ -38,6 +38,7 @@ from trak_lite.gradient_computers.randomness import (
     refuse_random,
     refuse_reading_of_flags,
 )
+from trak_lite.gradient_computers.reference import fits_in_float64
 from trak_lite.gradient_computers.samples import Samples
 from trak_lite.gradient_computers.self_check import SelfCheck, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -274,10 +275,28 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             if self._takes_samples_alone and depends_on_batch(self, some):
                 refuse_changing(self, some)
                 self.look_at_mixing()
+            if self._takes_samples_alone:
+                self._compare_halves(map_tensors(Tensor.detach, batch))
             self._is_repeatable = True
 
     def look_at_halves(self, batch: Batch) -> None:
-        """Refuse a model whose f of a sample is another one in half of its batch, if a pass need not show it."""
+        """Refuse or accept a model whose f of a sample is another one in half of its batch.
+
+        A few samples need not show it: an expert with a capacity drops the last samples of some batches, and a loss
+        that compares the samples of a label needs two of them.
+        """
+        if self.self_check and self.differentiates_the_model:
+            with self._products():
+                self._compare_halves(map_tensors(Tensor.detach, batch))
+
+    def _compare_halves(self, batch: Batch) -> None:
+        count, tree = batch_size(batch), self._tree or ModelTree(self.model)
+        # In float32 and less, rounding that depends on the batch size may send a row to another expert.
+        if count < 2 or any(tree.modes) or is_sharded(tree) or not fits_in_float64(self.model):
+            return
+        if depends_on_batch(self, batch, -(-count // 2), sure=True):
+            refuse_changing(self, batch)
+            self.look_at_mixing()
 
     def look_at_mixing(self) -> None:
         """Refuse or accept a model whose f of a sample depends on the other samples of its batch."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.devices import Float32Products
-from trak_lite.data.batches import batch_size, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, take_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
     InvalidInputError,
@@ -24,7 +24,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
     summary,
 )
-from trak_lite.gradient_computers.comparison import compare, refuse_changing
+from trak_lite.gradient_computers.comparison import compare
 from trak_lite.gradient_computers.hooks.engine import GradientPass, UnexpectedPathError, UnexpectedRowsError
 from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
@@ -34,12 +34,12 @@ from trak_lite.gradient_computers.parameters import (
     differentiating_only,
     select_parameters,
 )
-from trak_lite.gradient_computers.randomness import depends_on_batch, outputs_of, refusal_of_mixing
+from trak_lite.gradient_computers.randomness import outputs_of, refusal_of_mixing
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
-from trak_lite.gradient_computers.reference import WRONG_ALONE, SeenDtypes, fits_in_float64
+from trak_lite.gradient_computers.reference import WRONG_ALONE, SeenDtypes
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.gradient_computers.samples import Samples
-from trak_lite.gradient_computers.self_check import MixedSamplesError, draws_masks
+from trak_lite.gradient_computers.self_check import SelfCheckError, draws_masks
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer, joined_terms, refuse_detached
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
@@ -402,22 +402,14 @@ class HookGradientComputer(AbstractStreamingComputer):
         return OutputTerms(*(term.detach() for term in terms))
 
     def look_at_halves(self, batch: Batch) -> None:
-        """Refuse a model that moves rows by values, if f of a sample is another one in half of its batch.
+        """Refuse a model whose f of a sample is another one in half of its batch."""
+        if not is_sharded(ModelTree(self.model)):
+            with self._prepared(select_parameters(self.model, self.grad_wrt)):
+                super().look_at_halves(batch)
 
-        An expert with a capacity drops the last samples of some batches, which a few samples need not show.
-        """
-        if self.self_check and self._sharded is None and any(plan.may_mix for plan in self._plans.values()):
-            with self._products(), self._prepared(select_parameters(self.model, self.grad_wrt)):
-                self._compare_halves(map_tensors(Tensor.detach, batch))
-
-    def _compare_halves(self, batch: Batch) -> None:
-        count, trains = batch_size(batch), any((self._tree or ModelTree(self.model)).modes)
-        # In float32 and less, rounding that depends on the batch size may send a row to another expert.
-        if count < 2 or trains or not fits_in_float64(self.model):
-            return
-        if depends_on_batch(self, batch, -(-count // 2), sure=True):
-            refuse_changing(self, batch)
-            raise MixedSamplesError(refusal_of_mixing(self.model))
+    def look_at_mixing(self) -> None:
+        """Refuse a model whose f of a sample depends on the other samples of its batch."""
+        raise SelfCheckError(refusal_of_mixing(self.model))
 
     def _run(self, plan: Plan, part: _Part, sink: BlockSink) -> OutputTerms:
         """Run forward and backward with hooks, and remove these; find the samples of an unexpected number of rows."""
