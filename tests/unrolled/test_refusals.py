@@ -1,6 +1,7 @@
 """What cannot be repeated or differentiated is refused with its name; settings are checked."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -85,6 +86,24 @@ UNREPEATABLE = [
 def test_a_model_that_cannot_be_repeated_is_refused(layers, message):
     with pytest.raises(UnsupportedModelError, match=message):
         cases.recipe(around(*layers)).train()
+
+
+def among_labels(model, batch):
+    """Adds the distances of a row to the others of its label."""
+    logits, same = model(batch[0]), batch[1][:, None] == batch[1]
+    return cases.loss(model, batch) + (torch.cdist(logits, logits) ** 2 * same).sum(1)
+
+
+def test_a_loss_of_a_row_that_depends_on_its_batch_is_named_and_no_other():
+    labels = torch.arange(cases.N) % 2
+    data = TensorDataset(cases.vectors(cases.N, 0)[0], labels)
+    with pytest.warns(UserWarning, match="depends on the other rows of its batch"):
+        cases.recipe(loss_fn=among_labels, data=data).train()
+    for model_fn in (cases.mlp, cases.dropping):
+        for batch_size in (1, 4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                cases.recipe(model_fn, data=data, batch_size=batch_size).train()
 
 
 class Once(torch.autograd.Function):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.devices import full_float32, switched_off
-from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches
+from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -33,7 +34,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers import select_parameters
-from trak_lite.gradient_computers.randomness import RandomState
+from trak_lite.gradient_computers.randomness import RandomState, differ
 from trak_lite.gradient_computers.reference import leaves_of_graph
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.borrowing import model_device
@@ -234,6 +235,17 @@ class Program:
                 f"The training pass of {type(self.model).__name__} draws random numbers other than dropout masks, "
                 "which a replay cannot repeat. Draw them in the dataset from a generator that is seeded with the row, "
                 "or switch them off."
+            )
+        half = max(size // 2, 1)
+        with_others = passed(take_rows(part.batch, [row % half for row in range(size)]))  # of the same masks
+        if differ(torch.stack([losses[:half], with_others[:half]]).detach()):
+            warnings.warn(
+                f"The loss of a row of {type(self.model).__name__} depends on the other rows of its batch (negatives, "
+                "statistics, a number of tokens). Derivatives are by the weight of its own loss: a row with the weight "
+                "0 still changes the losses of the others, also in verify_run. Compute the loss of a row from this "
+                "row alone; otherwise scores are the effects of its own loss only.",
+                UserWarning,
+                stacklevel=2,
             )
 
 
