@@ -827,6 +827,16 @@ def test_samples_that_depend_on_their_batch_are_computed_alone_with_a_warning(la
     assert_same(collect_gradients(computer, batch), by_loop(model, output, batch))
 
 
+@pytest.mark.parametrize("output", [pairs, mirrored])
+def test_samples_that_depend_on_a_larger_batch_than_the_first_are_refused(output):
+    torch.manual_seed(0)
+    computer = FunctionalGradientComputer(nn.Linear(3, 2).double().eval(), resolve_task(output))
+    x = torch.rand(8, 3, dtype=torch.float64) * torch.tensor([1, -1, 1, 1, -1, -1, -1, -1])[:, None]
+    collect_gradients(computer, (x[:3],))
+    with pytest.raises(UnsupportedModelError, match="depends on the other samples"):
+        collect_gradients(computer, (x,))
+
+
 def test_a_list_of_the_tensors_of_each_sample_is_named_where_no_sample_alone_shows_it():
     """It is known which entries are a sample's only if there is a collate function to take one alone."""
     boxes = [torch.rand(4, 2) for _ in range(4)]

@@ -275,8 +275,6 @@ class AbstractStreamingComputer(AbstractGradientComputer):
             if self._takes_samples_alone and depends_on_batch(self, some):
                 refuse_changing(self, some)
                 self.look_at_mixing()
-            if self._takes_samples_alone:
-                self._compare_halves(map_tensors(Tensor.detach, batch))
             self._is_repeatable = True
 
     def look_at_halves(self, batch: Batch) -> None:
@@ -308,6 +306,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         structure = self._structure(batch, kept)
         key = self.checks.key(structure)
         self.checks.refuse_failed(key)
+        if self.checks.is_first(key, count):
+            self._compare_halves(batch)
         samples = Samples(self.checks.positions(key, count, kept, always=key != structure), kept)
         with self.checks.batch(key, count, samples.positions):
             terms = self._stream_samples(batch, count, kept, samples.passing(sink))
