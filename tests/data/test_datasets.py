@@ -265,6 +265,14 @@ def test_an_error_outside_a_worker_names_the_sample_in_a_note_and_ends_a_run():
         Rows(Exhausted(), what="the targets").identity()
 
 
+def test_a_collate_function_that_leaves_samples_out_names_the_first_that_it_cannot_collate_alone():
+    some = [None if i == 5 else torch.zeros(2) for i in range(8)]
+    kept = Rows(some, collate=lambda rows: torch.stack([row for row in rows if row is not None]))
+    with pytest.raises(RuntimeError, match="non-empty") as raised:
+        kept.identity()
+    assert "collating sample 5 of the dataset alone" in raised.value.__notes__[0]
+
+
 @pytest.mark.parametrize("samples", [[torch.zeros(2), torch.zeros(3)], [{"ids": [1, 2]}, {"ids": [1, 2, 3]}]])
 def test_samples_of_other_lengths_name_what_is_missing(samples):
     missing = r"collate=\.\.\., or a DataLoader with collate_fn=.*trak_lite\.pad_documents"

@@ -29,7 +29,7 @@ from trak_lite.data.batches import (
     take_rows,
 )
 from trak_lite.data.digests import digest
-from trak_lite.data.loading import NUM_HELD, Collate, Samples, loaded
+from trak_lite.data.loading import NUM_HELD, Collate, Samples, collated_alone, loaded
 from trak_lite.errors import InvalidInputError
 from trak_lite.types import Batch
 
@@ -242,12 +242,13 @@ class Rows(_AsTheyAre):
         if plain and self.collate is default_collate:
             return identity
         probed = np.unique(np.linspace(0, count - 1, _NUM_PROBES).round().astype(np.int64))
-        samples = loaded(self.dataset, self._in_dataset(probed).tolist(), self.what)
+        numbers = self._in_dataset(probed).tolist()
+        samples = loaded(self.dataset, numbers, self.what)
         if not plain:
             identity["samples"] = digest(samples)
         if self.collate is not default_collate:
             # Collate one by one: padding depends on the other samples of a batch, and these on the batch size.
-            identity["collated"] = digest([self.collate([sample]) for sample in samples])
+            identity["collated"] = digest(collated_alone(self.collate, samples, numbers, self.what))
         return identity
 
     def _in_dataset(self, rows: RowNumbers) -> RowNumbers:

@@ -134,6 +134,23 @@ def loaded(dataset: Any, indices: Sequence[int], what: str) -> list[Any]:
     return samples
 
 
+def collated_alone(
+    collate: Collate, samples: Sequence[Any], indices: Sequence[int], what: str
+) -> list[Batch]:
+    """Return the batches of single samples; an exception names the sample."""
+    batches = []
+    for index, sample in zip(indices, samples, strict=True):
+        try:
+            batches.append(collate([sample]))
+        except Exception as error:
+            error.add_note(
+                f"Raised while collating sample {index} of {what} alone. Expected a collate function that makes a "
+                "batch of any sample alone, and leaves no sample out: select rows by Rows(data, indices=...) instead."
+            )
+            raise
+    return batches
+
+
 @contextmanager
 def _naming(indices: Sequence[int], what: str) -> Iterator[None]:
     """Add the sample numbers to exceptions raised while loading; turn ``StopIteration`` into ``InvalidInputError``.
