@@ -38,7 +38,7 @@ from trak_lite.modelout_functions import (
     CLIPModelOutput,
     resolve_task,
 )
-from trak_lite.store import open_store
+from trak_lite.store import check_store, open_store
 from trak_lite.types import OutputTerms
 
 LABELS = "image_classification"
@@ -516,6 +516,21 @@ def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     found = made.score(targets, method="EKFAC").numpy()
     assert len(calls) == 2 + 4 + 2 + 3, "the first pass was taken again"
     np.testing.assert_array_equal(found, fresh.score(targets, method="EKFAC").numpy())
+
+
+@pytest.mark.parametrize("array", ["values", "joint", "bias", "outputs", "inputs"])
+def test_a_part_of_a_fit_that_a_repair_sets_aside_is_fitted_again(array, tmp_path):
+    case, path = CASES["mlp-ekfac"], tmp_path / "a.zarr"
+    train, targets = in_batches(case.data(N, 1), 4), case.data(M, 2)
+    made = Attributor(case.model(), LABELS, path, projector="none", method="EKFAC", progress=False)
+    made.featurize(train)
+    expected = made.score(targets).numpy()
+    (file,) = (path / ".entries").glob(f"*unit-0-{array}.*")
+    file.write_bytes(file.read_bytes()[:-1])
+
+    check_store(path, repair=True)
+
+    np.testing.assert_array_equal(made.score(targets, "again").numpy(), expected)
 
 
 class Scaled(nn.Linear):

@@ -200,12 +200,12 @@ class UnitArrays:
     """A unit from :func:`find_units`; its bias may become a separate unit in the first pass."""
 
     def has_basis(self) -> bool:
-        """Whether the first pass is done for this unit."""
-        return self._get("inputs") is not None
+        """Whether the first pass is done for this unit: a repair, or a fit of another seed, may have taken a part."""
+        return all(self._get(name) is not None for name in ("joint", "bias", "outputs", "inputs"))
 
     def is_complete(self) -> bool:
         """Whether all arrays of the unit are stored."""
-        return self.has_basis() and self._get("values") is not None
+        return self.has_basis() and (values := self._get("values")) is not None and len(values) > 0
 
     def put(self, **tensors: Tensor | None) -> None:
         """Store arrays by name, in order; ``None`` is an empty one.

@@ -196,8 +196,8 @@ def _keep_basis(unit_fit: UnitArrays, sums: UnitSums, rows: _LossGradients) -> N
         values = scale * (zeros(unit.rows, unit.columns) if sums.squares is None else sums.squares)
     if unit.bias is not None and not joint:
         bias = scale * (zeros(1, unit.rows) if sums.bias_squares is None else sums.bias_squares)
-    if values is not None:
-        unit_fit.put(values=values.to(sums.dtype))
+    # Eigenvalues that are there belong to the eigenvectors of before.
+    unit_fit.put(values=None if values is None else values.to(sums.dtype))
     sides = {"bias": bias, "outputs": outputs, "inputs": inputs}
     unit_fit.put(
         joint=torch.tensor(float(joint), dtype=torch.float32, device="cpu"),
