@@ -173,9 +173,12 @@ def nan_for_zero(rows):
         ({"gradients": lambda grad: torch.cat([2 * grad[:, :1], grad[:, 1:]], 1)}, ["entries"]),
         ({"features": nan_for_zero}, ["zeros"]),
         ({"matrix": SparseSigns}, []),
+        ({"matrix": lambda k, seed: RademacherProjector(k, seed=seed + hash("weight"))}, ["process"]),
+        ({"gradients": lambda grad: grad if grad.dtype == torch.float64 else -grad}, ["dtype"]),
+        ({"gradients": lambda grad: grad + 0 * torch.rand(1)}, ["generator"]),
     ],
 )
-def test_the_kit_fails_for_maps_that_ignore_or_weigh_entries_or_have_no_zero(change, fails):
+def test_the_kit_fails_for_maps_that_are_not_what_rows_and_targets_share(change, fails, monkeypatch):
     class Kit(RandomProjectorTests):
         num_seeds = 50
 
@@ -186,6 +189,9 @@ def test_the_kit_fails_for_maps_that_ignore_or_weigh_entries_or_have_no_zero(cha
     laws = {
         "entries": kit.test_inner_products_are_unbiased,
         "zeros": lambda: kit.test_a_gradient_of_zeros_has_features_of_zeros(Signs(24, 0, **change)),
+        "process": lambda: kit.test_another_process_has_the_same_map(monkeypatch),
+        "dtype": lambda: kit.test_the_dtype_of_gradients_does_not_choose_the_map(Signs(24, 0, **change)),
+        "generator": lambda: kit.test_the_generator_of_torch_is_left_as_it_is(Signs(24, 0, **change)),
     }
     for name, law in laws.items():
         try:

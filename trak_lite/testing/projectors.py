@@ -13,6 +13,7 @@ float32 features and 1e-10 for float64 features. Every seed is fixed, so results
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 from abc import ABC, abstractmethod
@@ -153,6 +154,29 @@ class ProjectorTests(ABC):
 
         assert torch.equal(_project(one, _gradients(0)), _project(other, _gradients(0)))
         assert one.fingerprint() == other.fingerprint()
+
+    def test_another_process_has_the_same_map(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Python's ``hash`` of a text, which is another one in every process, has no part in the features."""
+        expected = _project(self.make_projector(self.proj_dim, seed=0), _gradients(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(builtins, "hash", lambda value, original=hash: original(value) ^ 1)
+            features = _project(self.make_projector(self.proj_dim, seed=0), _gradients(0))
+
+        assert torch.equal(features, expected)
+
+    def test_the_dtype_of_gradients_does_not_choose_the_map(self, projector: AbstractProjector) -> None:
+        """Rows and targets may have gradients of different dtypes."""
+        narrow = {name: grad.float() for name, grad in _gradients(0).items()}
+        wide = {name: grad.double() for name, grad in narrow.items()}
+
+        _assert_close(_project(projector, narrow).float(), _project(projector, wide).float())
+
+    def test_the_generator_of_torch_is_left_as_it_is(self, projector: AbstractProjector) -> None:
+        """A training that :meth:`~trak_lite.Attributor.capture` follows draws from it."""
+        before = torch.get_rng_state()
+        _project(projector, _gradients(0))
+
+        assert torch.equal(torch.get_rng_state(), before)
 
     def test_the_fingerprint_survives_json(self) -> None:
         """The fingerprint can be stored in a manifest and compared."""
