@@ -104,6 +104,11 @@ class Moved(Stretched):
         return rows + 1
 
 
+class Narrow(Stretched):
+    def transform(self, rows, layout):
+        return rows / rows.square().sum(1, keepdim=True).sqrt()
+
+
 class SaysModules(methods.GradDot):
     def unit_scope(self, layout):
         return "module"
@@ -133,6 +138,7 @@ class PlainTargets(methods.GradCos):
             (SaysModules, AlwaysModules, AlwaysWhole, PlainTargets),
             (methods.GradDot, methods.GradCos),
         ),
+        ("test_rows_of_float16_are_transformed_as_wider_ones", (Narrow,), (Stretched, methods.GradCos)),
     ],
 )
 def test_the_kit_fails_for_what_a_method_says_of_its_transform_wrongly(law, wrong, right):

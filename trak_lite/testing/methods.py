@@ -81,6 +81,17 @@ class MethodTests(ABC):
         alone = torch.cat([method.transform(rows[[row]], layout) for row in range(len(rows))])
         torch.testing.assert_close(alone, whole)
 
+    def test_rows_of_float16_are_transformed_as_wider_ones(self) -> None:
+        """Rows are float16 by default, whose squares overflow above 256."""
+        method = self.make_method()
+        layout = _featurized(_kind_of_rows(method)).layout
+        rows = (1000 * _normal_rows(layout)).half()
+
+        for transform in (method.transform, method.transform_targets):
+            expected = transform(rows.float(), layout)
+            found = transform(rows.clone(), layout).float()
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
     def test_a_method_that_is_said_to_be_linear_transforms_rows_linearly(self) -> None:
         """If ``linear`` is true, ``transform(2.5 x - 0.5 y)`` is ``2.5 transform(x) - 0.5 transform(y)``."""
         method = self.make_method()
