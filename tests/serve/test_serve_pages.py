@@ -11,8 +11,9 @@ import torch
 from cli_cases import functions, opened
 from safetensors.torch import save_file
 from serve_cases import HOSTILE, finished_run, marks_in, pages_in, served
+from torch.utils.data import Subset, TensorDataset
 
-from trak_lite import try_removals, what_if
+from trak_lite import Rows, try_removals, what_if
 from trak_lite.errors import CheckpointError, ManifestMismatchError
 
 EVERY = np.arange(40)
@@ -232,6 +233,33 @@ def test_a_second_set_of_targets_of_other_data_is_not_shown_by_this_recipe(copy)
         last = client.page("/?set=other&from=1000")  # 24 are shown on one page
         assert "Show target 23" in last.text
         assert "Previous" not in last.text
+
+
+@pytest.mark.parametrize("recipe", [True, False])
+def test_a_set_that_is_made_again_is_shown_as_it_is_now(copy, recipe):
+    made, targets = opened(copy), functions(copy)["target_data"]()
+    paths = ("/?set=other&target=3", "/review?set=other")
+    made.score(targets, "other")
+    with served(pages_in(copy, recipe=recipe)) as client:
+        before = [client.page(path).text for path in paths]
+        made.drop_scores("other", features=True)
+        assert client.get(paths[0]).status == 404
+        made.score(Subset(targets, [5, 4, 3, 2]), "other", method="GradCos")
+        found = [client.page(path).text for path in paths]
+    with served(pages_in(copy, recipe=recipe)) as client:
+        assert [client.page(path).text for path in paths] == found != before
+
+
+def test_a_store_that_has_grown_asks_for_a_new_start(copy):
+    made, data = opened(copy), functions(copy)["train_data"]()
+    grown = TensorDataset(*(torch.cat([part, part[:8]]) for part in data.tensors))
+    with served(pages_in(copy, recipe=False)) as client:
+        client.page("/?set=held-out&target=3")
+        made.featurize(Rows(grown), sorted((copy / "trained").glob("*.safetensors")), append=True)
+        made.drop_scores("held-out")
+        made.score(functions(copy)["target_data"](), "held-out")
+        answer = client.get("/?set=held-out&target=3")
+    assert "48 train rows now, and had 40 rows" in answer.text
 
 
 def test_a_recipe_of_other_data_or_weights_is_refused(copy):

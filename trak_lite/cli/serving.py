@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import PurePosixPath
 from threading import Event, Thread
 
@@ -21,6 +21,7 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
+from trak_lite.scoring.scores import Scores
 from trak_lite.serve.live import LiveModel
 from trak_lite.serve.marks import MarksFile
 from trak_lite.serve.pages import Pages
@@ -75,8 +76,12 @@ def pages_of(config: RunConfig) -> Pages:
     columns = {**columns, **recipe_columns(config.recipe, live.train)}
     method_of = methods_of(config, manifest)
     sets = Sets(names, lambda name: live.attributor.scores(name, method=method_of(name)), columns, num_rows)
-    task_of = cache(partial(_task_of, config, live, sets))
-    return Pages(title, sets, marks, Renders(*renders(config)), live, task_of, task)
+    task_of = lru_cache(partial(_task_of, config, live))
+    return Pages(
+        *(title, sets, marks, Renders(*renders(config)), live),
+        task_of=lambda name: task_of(sets.scores(name)),
+        task=task,
+    )
 
 
 def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
@@ -107,9 +112,9 @@ def _live_model(config: RunConfig, recipe: Recipe) -> LiveModel:
         )
 
 
-def _task_of(config: RunConfig, live: LiveModel, sets: Sets, name: str) -> AbstractModelOutput | None:
-    """Return the task of a set if its targets are those of the recipe."""
-    scores = sets.scores(name)
+def _task_of(config: RunConfig, live: LiveModel, scores: Scores) -> AbstractModelOutput | None:
+    """Return the task of a set with these scores if its targets are those of the recipe."""
+    name = scores.name
     with open_store(config.path) as store:
         path = score_path(store, name, scores.method, live.attributor.method)
         stored = store.open_table(path).spec.fingerprint.get("targets", {})

@@ -5,6 +5,7 @@ Shapes: N train rows, M targets.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from trak_lite.core.validate import known_names, one_of, target_number
 from trak_lite.data.columns import Column
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, StateError, StoreError
 from trak_lite.linalg.kernel import SegmentKernel
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMethod
@@ -46,6 +47,8 @@ class Sets:
     _kernels: dict[AbstractMethod, dict[str, list[SegmentKernel]]] = field(init=False, default_factory=dict)
     """Shared by all scores of the first method, because factorising a kernel takes longer than all the rest."""
     _scores: OrderedDict[str, Scores] = field(init=False, default_factory=OrderedDict)
+    _contents: dict[str, str | None] = field(init=False, default_factory=dict)
+    """What the tables of held scores contained when they were opened."""
     _read: OrderedDict[tuple[str, int], NDArray[np.float32]] = field(init=False, default_factory=OrderedDict)
     _orders: OrderedDict[str, tuple[NDArray[np.float32], NDArray[np.int64]]] = field(
         init=False, default_factory=OrderedDict
@@ -59,8 +62,12 @@ class Sets:
         return one_of(names, set=name) if name else names[0]
 
     def scores(self, name: str) -> Scores:
-        """Return the scores of a stored set."""
-        return _held(self._scores, name, lambda: self._sharing(self.opened(name)), most=_MOST_HELD)
+        """Return the scores of a stored set, also if another process has made it again."""
+        scores = _held(self._scores, name, lambda: self._sharing(self.opened(name)), most=_MOST_HELD)
+        if self._contents.setdefault(name, content := _content(scores)) == content:
+            return scores
+        self.forget(name)
+        return self.scores(name)
 
     def held(self, name: str) -> Scores | None:
         """Return the scores of a set if they are held."""
@@ -71,13 +78,19 @@ class Sets:
         _held(self._scores, name, lambda: self._sharing(scores), most=_MOST_HELD)
 
     def forget(self, name: str) -> None:
-        """Do not hold the scores of a set any more, because it was removed from the store."""
-        self._scores.pop(name, None)
+        """Do not hold the scores of a set any more, because it was removed from the store, or made again."""
+        for held in (self._scores, self._contents, self._orders):
+            held.pop(name, None)
         for key in [key for key in self._read if key[0] == name]:
             del self._read[key]
 
     def _sharing(self, scores: Scores) -> Scores:
         """Return the scores; their source uses the shared kernels if it has any."""
+        if scores.shape[0] != self.num_rows:
+            raise StateError(
+                f"The store has scores of {scores.shape[0]} train rows now, and had {self.num_rows} rows when this "
+                "server started. Start it again."
+            )
         if scores.method.multiplies_rows and (not self._kernels or scores.method in self._kernels):
             scores.source.hold_kernels(self._kernels.setdefault(scores.method, {}))
         return scores
@@ -95,9 +108,10 @@ class Sets:
 
     def by_self_influence(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return the self-influence of all train rows ``(N,)``, and the rows from the largest to the smallest."""
+        scores = self.scores(name)
 
         def ordered() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-            values = self.scores(name).self_influence()
+            values = scores.self_influence()
             return values, np.argsort(-values, kind="stable")
 
         return _held(self._orders, name, ordered, most=2)
@@ -141,6 +155,13 @@ def scatter_of(scores: NDArray[np.float32]) -> tuple[float, float]:
     low, middle, high = np.quantile(scores, [0.25, 0.5, 0.75]).tolist()
     reach = (high - low) / 1.349 * math.sqrt(2 * math.log(max(len(scores), 2)))
     return middle - reach, middle + reach
+
+
+def _content(scores: Scores) -> str | None:
+    """Return a digest of stored scores; ``None`` for others, and if the table is gone or not finished."""
+    with contextlib.suppress(StateError, StoreError):  # created again for other rows, or gone
+        return None if scores.entries is None else scores.entries.table().content_key()
+    return None
 
 
 def _held(held: OrderedDict[Any, _Held], key: Any, make: Callable[[], _Held], *, most: int) -> _Held:
