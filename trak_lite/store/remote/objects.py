@@ -64,7 +64,7 @@ class AbstractObjects(ABC):
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return key and size in bytes of each object below ``folder/``; empty if there are none."""
+        """Return key and size in bytes of each object below ``folder/`` (all objects, if ``folder`` is empty)."""
 
     @abstractmethod
     def folders(self, folder: str) -> list[str]:
