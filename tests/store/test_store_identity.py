@@ -137,9 +137,18 @@ def test_a_table_that_is_lost_is_named(several, lost):
 
 
 def test_a_table_whose_metadata_are_lost_is_named_by_a_listing(several):
+    """To do without its rows, the user removes the rest: a repair deletes nothing."""
     os.remove(f"{several}/ckpt-1/zarr.json")
     with ZarrFeatureStore.open(several) as store:
-        raises(CorruptStoreError, r"'ckpt-1'.* is lost", store.table_names)
+        raises(
+            CorruptStoreError,
+            r"'ckpt-1'.* is lost.* remove what is left of it and call check",
+            store.table_names,
+        )
+    steps = [finding.next_step for finding in check_store(several, repair=True).findings]
+    assert any("remove this one and check with --repair" in step for step in steps)
+    shutil.rmtree(f"{several}/ckpt-1")
+    assert check_store(several, repair=True).ok
 
 
 def test_a_list_that_is_lost_is_named_and_made_anew(several):

@@ -403,7 +403,7 @@ class DiskLook(StoreLook):
                 is_damaged = path not in self._identities and self._has(path)
                 if os.path.lexists(tables.entry(path)) and not is_damaged:
                     self.entries.append(path)
-                self._damage(path, str(error), self._list_again)
+                self._damage(path, str(error), _PUT_BACK_TABLE if is_damaged else self._list_again)
 
     def _listed(self, tables: TableList, path: str) -> None:
         identity, recorded = tables.identity(path), self._identities.get(path)

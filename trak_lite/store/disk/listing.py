@@ -72,7 +72,7 @@ def decode_entry(text: bytes, path: str, *, where: str) -> str:
     raise CorruptStoreError(
         f"{where} is not the entry of the table {path!r} in the list of the store: it is damaged, or belongs to "
         "another table. Restore it from a backup, or call check_store(path, repair=True), which lists the table "
-        "again."
+        "again (in an object store, remove it)."
     )
 
 
@@ -80,8 +80,8 @@ def lost_table(path: str, *, where: str) -> CorruptStoreError:
     """Return the error for a table that is listed but missing."""
     return CorruptStoreError(
         f"The table {path!r} of {where} is lost: the store lists it, but {path}/{_METADATA} is missing. Restore the "
-        "folder from a backup. To continue without its rows, call check_store(path, repair=True), then featurize "
-        "again."
+        "folder from a backup. To continue without its rows, remove what is left of it and call check_store(path, "
+        f"repair=True) (in an object store, remove {TABLES}/{entry_name(path)} too), then featurize again."
     )
 
 
