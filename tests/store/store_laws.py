@@ -683,6 +683,14 @@ class StoreTests(ABC):
             assert get("ckpt-0/gram", "v1") is read("ckpt-0/gram", "v1") is None
             assert get("gram", "v2") is None
 
+    def test_a_dropped_table_takes_none_with_it_whose_name_begins_as_its_own(self, path, store):
+        for name in ("ckpt-1", "ckpt-10"):
+            _fill(store.create_table(name, _spec()))
+        store.drop_table("ckpt-1")
+        reader = self.open(path, "r")
+        assert reader.table_names() == ["ckpt-10"]
+        assert reader.open_table("ckpt-10").read("features").shape == (11, 3)
+
     def test_an_entry_is_listed_until_it_is_dropped(self, path, store):
         store.put_entry("verdicts/a", "v2", np.zeros(7))
         store.put_entry("runs", "key", np.arange(3, dtype=np.uint8))

@@ -7,7 +7,14 @@ import pytest
 from store_laws import StoreTests
 
 from trak_lite.errors import UnsupportedStoreError
-from trak_lite.store import MemoryFeatureStore, RemotePlace, ZarrFeatureStore, create_store, open_store
+from trak_lite.store import (
+    MemoryFeatureStore,
+    RemotePlace,
+    ZarrFeatureStore,
+    check_store,
+    create_store,
+    open_store,
+)
 
 
 class TestZarrFeatureStore(StoreTests):
@@ -55,6 +62,10 @@ class RemoteStoreTests(StoreTests):
     test_a_grown_table_keeps_its_rows = None
     test_a_table_never_loses_rows = None
     test_the_fingerprint_is_replaced_only_if_it_is_the_known_one = None
+
+    def test_a_check_finds_every_table(self, path, store, table):
+        report = check_store(self.place(path))
+        assert (report.ok, report.tally.tables) == (True, len(store.table_names()))
 
     def test_growing_is_refused_with_advice(self, store, table):
         assert store.grow_table("ckpt-0", table.spec.num_rows).spec == table.spec
