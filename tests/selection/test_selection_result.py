@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from pkgutil import resolve_name
 
 import numpy as np
@@ -125,6 +126,16 @@ def test_a_flipped_bit_of_any_byte_of_a_file_is_noticed(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InvalidInputError, match="not the file of a selection"):
             Selection.load(path)
+
+
+def test_a_disk_that_is_full_leaves_the_file_of_before(tmp_path, monkeypatch):
+    path = chosen(k=2).save(tmp_path / "chosen.json")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", lambda fd: os.close(-1))  # an OSError
+        with pytest.raises(OSError, match="descriptor"):
+            chosen(k=3).save(path)
+    assert len(Selection.load(path)) == 2
+    assert os.listdir(tmp_path) == ["chosen.json"]
 
 
 def test_text_and_html_show_sizes_settings_and_first_rows():

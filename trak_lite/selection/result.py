@@ -177,10 +177,15 @@ class Selection:
             raise InvalidInputError(
                 f"The labels of {len(self)} rows are too long for JSON ({error}). Use to_parquet(path)."
             ) from error
-        out = Path(path)
-        out.write_text(text, encoding="utf-8")
-        seal(str(out.resolve()), _SEALED_AS)
-        return out
+        real = Path(path).resolve()
+        unfinished = real.with_name(f".{real.name}.new")  # a full disk must not cost an earlier file
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            seal(str(unfinished), _SEALED_AS)
+            unfinished.replace(real)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
