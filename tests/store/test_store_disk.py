@@ -17,7 +17,14 @@ from late import Late
 from store_cases import MANIFEST, NAME, SPEC, folder, raises, snapshot, staged, values, writing
 
 from trak_lite import errors
-from trak_lite.errors import ManifestMismatchError, ReadOnlyStoreError, StateError, StoreError, StoreFullError
+from trak_lite.errors import (
+    ManifestMismatchError,
+    ReadOnlyStoreError,
+    StateError,
+    StoreError,
+    StoreFullError,
+    UnsupportedStoreError,
+)
 from trak_lite.store import Column, Manifest, TableSpec, ZarrFeatureStore, check_store
 
 zarr = Late("zarr")
@@ -69,6 +76,7 @@ def test_any_call_may_fail(tmp_path, call, errors):
     [
         *((code, StoreFullError) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
         *((code, ReadOnlyStoreError) for code in (errno.EROFS, errno.EACCES, errno.EPERM)),
+        *((code, UnsupportedStoreError) for code in (errno.ENOLCK, errno.ENOSYS)),
         (errno.EIO, StoreError),
     ],
 )

@@ -29,6 +29,7 @@ from trak_lite.errors import (
     ReadOnlyStoreError,
     StoreError,
     StoreFullError,
+    UnsupportedStoreError,
     refuse_machine_failure,
 )
 
@@ -81,6 +82,11 @@ def named_errors(doing: str, path: str) -> Iterator[None]:
             raise CorruptStoreError(
                 f"{failure} Another kind of file is at the path of a file or folder of the store. Restore the right "
                 "one, or remove it."
+            ) from error
+        if error.errno in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+            raise UnsupportedStoreError(
+                f"{failure} The file system does not do what a store needs, such as locks (flock). Use a path on "
+                "another one, such as a local disk."
             ) from error
         raise StoreError(
             f"{failure} Rows not reported as done stay pending; check the disk, then run again."
