@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trak_lite.core.devices import undisturbed
 from trak_lite.core.eval_caches import in_modes, own_modes
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError
@@ -65,12 +68,46 @@ def load_into(
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
+    if source.suffix in (".safetensors", ".bin", ".json"):
+        state = _converted(model, state)
     adapters = adapters or unnamed_adapter(model, state)
     is_known = load is None or adapters or (original is None and not all(modes.values()))
     with in_modes(model, modes if is_known else _modes_when_saved(model, state)):
         if load is None:
             state = {name: state[name] for name in model.state_dict() if name in state}
         _load_state(model, checkpoint, state, adapters, original)
+
+
+def _converted(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return weights of ``save_pretrained`` as a model of Transformers holds them.
+
+    Transformers 5 saves many models in another form than their state dict (each expert of a mixture, the layers of
+    ViT), and converts it when it loads. A state dict that fits, or that Transformers cannot load as a whole, is
+    returned as it is.
+    """
+    pretrained = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, pretrained) or is_sharded(model) or hasattr(config, "quantization_config"):
+        return state
+    held = {bare_name(name): value.shape for name, value in model.state_dict().items()}
+    if all(held.get(bare_name(name)) == value.shape for name, value in state.items()):
+        return state
+    dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
+    try:
+        with undisturbed():
+            loaded, report = type(model).from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(state),
+                dtype=reduce(
+                    torch.promote_types, dtypes, torch.float32
+                ),  # exact; the model's own is taken later
+                ignore_mismatched_sizes=True,  # reported
+                output_loading_info=True,
+            )
+    except (RuntimeError, TypeError, ValueError):
+        return state
+    return state if any(report.values()) else loaded.state_dict()
 
 
 def _modes_when_saved(model: nn.Module, state: Mapping[str, Any]) -> dict[str, bool]:
