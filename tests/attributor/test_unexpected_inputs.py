@@ -307,6 +307,26 @@ def test_bad_data_get_a_named_error_and_nothing_on_disk_changes(tmp_path, said, 
         assert contents(tmp_path) == {}
 
 
+class Rooted(nn.Module):
+    """Attention whose keys have a bias with gradient 0, up to rounding, beside a layer whose gradient is NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.root, self.key, self.out = nn.Linear(8, 1), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        seen = (x @ self.key(x).mT).softmax(-1) @ x
+        return self.out(seen.mean(1)) + (0 * self.root(x)).sum(1).sqrt()
+
+
+@pytest.mark.parametrize("computer", ["auto", "hook", "iterative"])
+def test_gradients_that_are_nan_are_not_taken_for_wrong_ones_of_other_parameters(computer):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(8, 9, 8).double(), Y[:8])
+    with pytest.raises(NonFiniteError, match=r"feature of rows \[0, 1, .* is NaN"):
+        attributor(Rooted().double(), gradient_computer=computer).featurize(data)
+
+
 def test_products_beyond_float32_are_not_said_to_be_of_the_model():
     made = attributor(**times(1e30, "float32"))
     made.featurize(TRAIN)

@@ -215,7 +215,8 @@ def _refuse_beyond_spread(
 
 def _wrong(differences: _Differences, allowed: _Limits) -> str | None:
     """Return the first parameter whose gradient differs by more than allowed, or ``None``."""
-    largest = max(difference.norm for difference in differences.values())
+    norms = (difference.norm for difference in differences.values())
+    largest = max(filter(math.isfinite, norms), default=0.0)  # NaN is found where rows are stored
     for name, difference in differences.items():
         if difference.error > allowed[name] * max(difference.norm, 1e-2 * largest) + difference.unit:
             return name
