@@ -248,7 +248,7 @@ def test_a_segment_without_signal_adds_nothing_at_any_damping():
         (InvalidInputError, "dampings is empty", None, []),
         (InvalidInputError, "finite number of at least 0", None, [1, -1]),
         (InvalidInputError, "no kernel, so it has no damping", GradDot(), [1]),
-        (SingularKernelError, "singular at lambda = 0", None, [0]),
+        (SingularKernelError, "no inverse at lambda = 0", None, [0]),
     ],
 )
 def test_dampings_without_an_answer_are_refused(error, message, method, dampings):

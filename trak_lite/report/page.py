@@ -64,7 +64,7 @@ def write_report(
     """Write a report on scores as one HTML file that makes no requests, and return its path.
 
     The scores are read once, tile by tile, for the top rows and the histogram. The damping path takes one
-    eigendecomposition per checkpoint and segment, of the order of K^3.
+    factorisation per damping, checkpoint and segment, of the order of K^3.
 
     Args:
         scores: Scores of a target set.

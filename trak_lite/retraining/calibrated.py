@@ -238,8 +238,8 @@ class _Fit:
         axes = (len(VIEWS), len(rows.train), len(self.segments), len(self.dampings))
         parts = np.empty((*axes, num_subsets, len(chosen)))
         for c, table in enumerate(rows.train):
-            for d, damping in enumerate(self.dampings):
-                targets = rows.at_damping(table, damping)[some]
+            for d, solved in enumerate(rows.at_dampings(table, self.dampings)):
+                targets = solved.double()[some]
                 for s, (start, stop) in enumerate(self.segments):
                     for v, view in enumerate(VIEWS):
                         part = sums.by_checkpoint[c][view][:, start:stop] @ targets[:, start:stop].T
@@ -314,8 +314,7 @@ def _calibrated_targets(
     mixed: dict[str, list[Tensor]] = {view: [] for view in VIEWS}
     for c, table in enumerate(rows.train):
         totals = [by_column.new_zeros(rows.num_targets, rows.layout.width) for _ in VIEWS]
-        for d, damping in enumerate(fit.dampings):
-            targets = rows.at_damping(table, damping)
+        for d, targets in enumerate(rows.at_dampings(table, fit.dampings)):
             for v, total in enumerate(totals):
                 total += targets * by_column[v, c, :, d]
         for view, total in zip(VIEWS, totals, strict=True):

@@ -121,7 +121,7 @@ def _each(count: int) -> Column:
 
 @final
 class DampingPath:
-    """Scores at several dampings, from one eigendecomposition per checkpoint and segment.
+    """Scores at several dampings, from one sum over the train rows per checkpoint.
 
     ``source`` gives rows and settings; the method's damping is ignored. See :meth:`trak_lite.Scores.damping_path`.
 

@@ -7,8 +7,8 @@ Source: TRAK (arXiv:2303.14186), section 3; numbers as in the native method of t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
@@ -75,15 +75,16 @@ class Grams:
 
     def kernels(self, table: AbstractRowTable, *, allow_singular: bool = False) -> list[SegmentKernel]:
         """Return the factorised kernels; ``allow_singular`` is passed to :func:`~trak_lite.linalg.factorise`."""
-        num_rows = table.spec.num_rows
-        chunks = range(table.num_chunks)
-        return factorise_segments(
-            self._summed(table, chunks, keep_rows=True) if self._keeps_rows(num_rows) else self.of(table),
-            self.settings,
-            num_rows=num_rows,
-            layout=self.layout,
-            allow_singular=allow_singular,
-        )
+        return self._factorised(table, self._factors(table), self.settings, allow_singular=allow_singular)
+
+    def at_dampings(
+        self, table: AbstractRowTable, dampings: Sequence[float | None]
+    ) -> Iterator[list[SegmentKernel]]:
+        """Yield the factorised kernels at other dampings; the rows are summed once."""
+        summed = self._factors(table)
+        for damping in dampings:
+            settings = replace(self.settings, damping=damping, lambda_reg=None)
+            yield self._factorised(table, summed, settings)
 
     def make(self, train: Sequence[AbstractRowTable], ranks: Ranks) -> None:
         """Compute and store the missing gram matrices, with all ranks. With one rank, :meth:`of` computes them.
@@ -114,6 +115,25 @@ class Grams:
         """Return whether there are so few rows that a kernel is factorised on their side, without a gram matrix."""
         widest = max(segment.width for segment in self.layout.segments)
         return self.settings.weighting != "fisher" and not self.stores_all and keeps_rows(widest, num_rows)
+
+    def _factors(self, table: AbstractRowTable) -> list[Tensor]:
+        """Return the gram matrices, or the weighted rows themselves if there are few, one per segment."""
+        if self._keeps_rows(table.spec.num_rows):
+            return self._summed(table, range(table.num_chunks), keep_rows=True)
+        return self.of(table)
+
+    def _factorised(
+        self,
+        table: AbstractRowTable,
+        summed: list[Tensor],
+        settings: KernelSettings,
+        *,
+        allow_singular: bool = False,
+    ) -> list[SegmentKernel]:
+        num_rows, layout = table.spec.num_rows, self.layout
+        return factorise_segments(
+            summed, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular
+        )
 
     def _summed(self, table: AbstractRowTable, chunks: range, *, keep_rows: bool = False) -> list[Tensor]:
         """Return the gram matrices of the train rows in some chunks; with ``keep_rows`` the rows where they are few."""

@@ -315,7 +315,7 @@ class Scores:
         )
 
     def damping_path(self, dampings: Sequence[float | None], *, targets: slice = slice(None)) -> DampingPath:
-        """Return the scores at other dampings, from one eigendecomposition per checkpoint and segment.
+        """Return the scores at other dampings, from one sum over the train rows per checkpoint.
 
         Args:
             dampings: Lambdas in units of the mean eigenvalue; ``None`` is the default damping.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -20,7 +20,6 @@ from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.featurizing.row_checks import STEPS
-from trak_lite.linalg.eigen import eigenpath_segments, precondition_path
 from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import METHODS, AbstractMethod
@@ -197,16 +196,8 @@ class ScoreSource:
             )
         terms = []
         for table, weight in zip(self.train, self.weights, strict=True):
-            eigen = eigenpath_segments(self._grams.of(table), layout=self.layout)
-            solved = precondition_path(
-                self._rows(table, targets),
-                eigen,
-                dampings,
-                layout=self.layout,
-                num_rows=self.num_rows,
-                settings=self._grams.settings,
-            )
-            terms.append(ScoreTerm(table, (solved * weight).flatten(0, 1).to(self.product_dtype(*dampings))))
+            solved = torch.cat([rows * weight for rows in self.at_dampings(table, dampings, targets)])
+            terms.append(ScoreTerm(table, solved.to(self.product_dtype(*dampings))))
         return terms
 
     def product_dtype(self, *dampings: float | None) -> torch.dtype:
@@ -270,12 +261,14 @@ class ScoreSource:
         rows = (torch.from_numpy(targets.read(tables.FEATURES)) for targets in plain)
         return [features.to(self.device, torch.float64) for features in rows]
 
-    def at_damping(self, table: AbstractRowTable, damping: float | None) -> Tensor:
-        """Return the targets of a checkpoint multiplied by (H + lambda I)^-1 at another damping, ``(M, K)`` float64."""
+    def at_dampings(
+        self, table: AbstractRowTable, dampings: Sequence[float | None], targets: slice = slice(None)
+    ) -> Iterator[Tensor]:
+        """Yield some targets of a checkpoint multiplied by (H + lambda I)^-1 at other dampings, ``(M, K)`` each."""
         assert self._grams is not None  # the caller has checked the method
-        grams = replace(self._grams, settings=replace(self._grams.settings, damping=damping, lambda_reg=None))
-        targets = self._rows(table, slice(None)).double()
-        return precondition(targets, grams.kernels(table), layout=self.layout).double()
+        rows = self._rows(table, targets)
+        for kernels in self._grams.at_dampings(table, dampings):
+            yield precondition(rows, kernels, layout=self.layout)
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""
