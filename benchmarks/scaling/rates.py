@@ -29,7 +29,7 @@ from torch import distributed
 from benchmarks.bench_store import fill, make_table
 from benchmarks.measuring import cpu_seconds
 from benchmarks.scaling.ranks import keep, start
-from trak_lite.linalg.gram import gram
+from trak_lite.linalg.gram import GramAccumulator
 from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.linalg.products import score_block
 from trak_lite.linalg.topk import TopK
@@ -82,15 +82,22 @@ def some_rows(count: int, width: int) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(0)).half()
 
 
+def gram(rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the gram matrix of rows."""
+    sums = GramAccumulator(FeatureLayout.joint(rows.shape[1]), rows.device)
+    sums.add(rows, weights)
+    return sums.result()[0]
+
+
 def gram_rate(width: int, turns: int) -> float:
     """Return GFLOP/s of summing a gram matrix."""
-    rows, layout, weights = some_rows(ROWS, width), FeatureLayout.joint(width), torch.ones(ROWS)
-    return 2e-9 * ROWS * width**2 / seconds(lambda: gram([rows], weights, layout=layout), turns)
+    rows, weights = some_rows(ROWS, width), torch.ones(ROWS)
+    return 2e-9 * ROWS * width**2 / seconds(lambda: gram(rows, weights), turns)
 
 
 def factorise_rate(width: int, turns: int) -> float:
     """Return GFLOP/s of damping and factorising a gram matrix."""
-    matrix = gram([some_rows(2 * width, width)], layout=FeatureLayout.joint(width))[0]
+    matrix = gram(some_rows(2 * width, width))
     settings = KernelSettings()
     return 1e-9 * width**3 / 3 / seconds(lambda: factorise(matrix, settings, num_rows=2 * width), turns)
 

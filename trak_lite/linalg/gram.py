@@ -1,12 +1,11 @@
 """Gram matrices of feature rows, summed over blocks of rows in one buffer.
 
 Shapes: N train rows, b rows of a block, K feature width, k columns of one segment.
-Numerics: float64, or float32 on a device without float64. Only ``gram(exact=False)`` uses float32 products.
+Numerics: float64, or float32 on a device without float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final, final
 
 import torch
@@ -16,67 +15,22 @@ from trak_lite.core.devices import full_float32, to_device, wide_dtype
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.types import FeatureLayout
 
-__all__ = ["GramAccumulator", "gram"]
+__all__ = ["GramAccumulator"]
 
 _GRAM_ROWS: Final = 256
 """Rows upcast at a time: enough for a fast matrix product on a CPU, small compared with a chunk."""
-_COARSE_GRAM_ROWS: Final = 1024
-"""Rows per product on an accelerator, and with ``exact=False``, where float32 products are added to a float64 sum."""
+_ACCELERATOR_ROWS: Final = 1024
+"""Rows per product on an accelerator."""
 _PANEL: Final = 256
 """Rows of a product of a matrix with its transpose that are computed at once, up to the diagonal."""
 
 
-@torch.no_grad()
-def gram(
-    blocks: Iterable[Tensor], weights: Tensor | None = None, *, layout: FeatureLayout, exact: bool = True
-) -> list[Tensor]:
-    r"""Accumulate :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment.
+@final
+class GramAccumulator:
+    r"""Accumulates :math:`H = \sum_i w_i \phi_i \phi_i^\top` for each segment; rows are upcast in one small buffer.
 
     The result depends on the order of the rows but not on their division into blocks: rows are regrouped before
     they are multiplied, so the result is bitwise the same.
-
-    Args:
-        blocks: Feature blocks ``(b, K)`` of any floating dtype on one device; ``b`` may differ per block.
-        weights: ``(N,)`` weight of each row in block order, at least 0; ``None`` for 1 each.
-        layout: The segments of a row.
-        exact: Multiply in float64. ``False`` multiplies 1024 rows at a time in float32 and sums the products in
-            float64, which takes half the time.
-
-    Returns:
-        For each segment a ``(k, k)`` tensor, float64 (float32 on a device without float64).
-
-    Raises:
-        InvalidInputError: If there is no row, a block has a wrong width, device or dtype, or weights are negative or
-            not one per row.
-        NonFiniteError: If a weight is NaN or infinite.
-
-    Example:
-        >>> gram([torch.eye(2), torch.ones(1, 2)], layout=FeatureLayout.joint(2))
-        [tensor([[2., 1.],
-                [1., 2.]], dtype=torch.float64)]
-    """
-    accumulator: GramAccumulator | None = None
-    row = 0
-    if weights is not None:
-        _check_weights(weights)
-    for block in blocks:
-        check_rows(block, layout)
-        accumulator = accumulator or GramAccumulator(layout, block.device, exact=exact)
-        block_weights = None if weights is None else weights[row : row + block.shape[0]]
-        row += block.shape[0]
-        if weights is not None and row > len(weights):
-            break
-        accumulator.add(block, block_weights)
-    if accumulator is None or row == 0:
-        raise InvalidInputError("There are no rows to sum over. Give at least one block with a row.")
-    if weights is not None:
-        _check_count(len(weights), row)
-    return accumulator.result()
-
-
-@final
-class GramAccumulator:
-    """Accumulates the gram matrices of :func:`gram` incrementally; rows are upcast in one small buffer.
 
     Example:
         >>> sums = GramAccumulator(FeatureLayout.joint(2), torch.device("cpu"))
@@ -91,16 +45,14 @@ class GramAccumulator:
         layout: FeatureLayout,
         device: torch.device,
         *,
-        exact: bool = True,
         first_row: int = 0,
         num_rows: int | None = None,
     ) -> None:
         """Start at zero.
 
         Args:
-            layout: As in :func:`gram`.
+            layout: The segments of a row.
             device: Device of the rows and of the results.
-            exact: As in :func:`gram`.
             first_row: The first row's number in messages.
             num_rows: N, if the weighted rows of segments that :func:`keeps_rows` are to be returned instead of their
                 gram matrices.
@@ -117,29 +69,27 @@ class GramAccumulator:
             for height, s in zip(heights, layout.segments, strict=True)
         ]
         self._multiplied = 0
-        self._rows = _GRAM_ROWS if exact and device.type == "cpu" else _COARSE_GRAM_ROWS
-        product = dtype if exact else torch.float32
-        self._buffer = torch.empty(self._rows, layout.width, dtype=product, device=device)
+        self._rows = _GRAM_ROWS if device.type == "cpu" else _ACCELERATOR_ROWS
+        self._buffer = torch.empty(self._rows, layout.width, dtype=dtype, device=device)
         self._filled = 0
 
     @torch.no_grad()
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows ``(b, K)`` with weights ``(b,)``; ``None`` for 1 each.
+        """Add rows ``(b, K)`` of any floating dtype with weights ``(b,)`` of at least 0; ``None`` for 1 each.
 
         Raises:
-            InvalidInputError: As :func:`gram`.
+            InvalidInputError: If the rows have a wrong width, device or dtype, or weights are negative or not one per
+                row.
             NonFiniteError: If a weight is NaN or infinite.
         """
         check_rows(rows, self._layout)
         roots: Tensor | None = None
         if weights is not None:
-            _check_count(len(weights), len(rows))
-            roots = _root_weights(weights, self._next_row).to(self._buffer.dtype)
+            roots = _root_weights(weights, len(rows), self._next_row).to(self._buffer.dtype)
         self._next_row += len(rows)
         if rows.device != self._buffer.device:
             raise InvalidInputError(
-                f"A block is on {rows.device}, the ones before it on {self._buffer.device}. "
-                "Give all blocks on one device."
+                f"The rows are on {rows.device}, the sums on {self._buffer.device}. Move the rows there."
             )
         if roots is not None:
             roots = to_device(roots, rows.device)
@@ -156,7 +106,7 @@ class GramAccumulator:
                 self._multiply()
 
     def result(self) -> list[Tensor]:
-        """Return the gram matrices; call it once, after the last rows."""
+        """Return a ``(k, k)`` gram matrix per segment; call it once, after the last rows."""
         if self._filled:
             self._multiply()
         for matrix in self._grams:
@@ -190,11 +140,7 @@ def _add_lower_product_(total: Tensor, rows: Tensor) -> None:
     with full_float32(rows.device):
         for start in range(0, len(rows), panel_rows):
             stop = min(start + panel_rows, len(rows))
-            panel, other = total[start:stop, :stop], rows[:stop].T
-            if rows.dtype == total.dtype:
-                panel.addmm_(rows[start:stop], other)
-            else:
-                panel.add_(rows[start:stop] @ other)
+            total[start:stop, :stop].addmm_(rows[start:stop], rows[:stop].T)
 
 
 def lower_product(rows: Tensor) -> Tensor:
@@ -204,16 +150,16 @@ def lower_product(rows: Tensor) -> Tensor:
     return total
 
 
-def _check_weights(weights: Tensor) -> None:
+def _root_weights(weights: Tensor, num_rows: int, first_row: int) -> Tensor:
+    """Check the weights and return their square roots, so that H is a product of weighted rows."""
     if weights.dim() != 1 or not weights.is_floating_point():
         raise InvalidInputError(
             f"weights must be a floating tensor (N,), got shape {tuple(weights.shape)} of {weights.dtype}."
         )
-
-
-def _root_weights(weights: Tensor, first_row: int) -> Tensor:
-    """Check the weights and return their square roots, so that H is a product of weighted rows."""
-    _check_weights(weights)
+    if len(weights) != num_rows:
+        raise InvalidInputError(
+            f"There are {len(weights)} weights but {num_rows} rows. Give one weight per row, in the order of the rows."
+        )
     bad = torch.nonzero(~torch.isfinite(weights)).flatten()
     if len(bad):
         raise NonFiniteError(
@@ -229,16 +175,6 @@ def _root_weights(weights: Tensor, first_row: int) -> Tensor:
             "Gauss-Newton kernel; use weighting='none' (Attributor: method=TRAK(damping=None, layout='stored'))."
         )
     return weights.to(wide_dtype(weights.device)).sqrt()
-
-
-def _check_count(num_weights: int, num_rows: int) -> None:
-    """Raise if there is not one weight per row; ``num_rows`` is a lower bound if it exceeds the weights."""
-    if num_weights != num_rows:
-        more = "at least " if num_rows > num_weights else ""
-        raise InvalidInputError(
-            f"There are {num_weights} weights but {more}{num_rows} rows. "
-            "Give one weight per row, in the order of the blocks."
-        )
 
 
 def check_rows(block: Tensor, layout: FeatureLayout) -> None:

@@ -193,8 +193,8 @@ def factorise(
     """Damp the gram matrix of one segment and factorise it.
 
     Args:
-        gram: ``(k, k)`` symmetric, as :func:`gram` returns it, or the ``(N, k)`` weighted rows of which it is the gram
-            matrix, with N < k, as :class:`GramAccumulator` may return them; not changed.
+        gram: ``(k, k)`` symmetric, or the ``(N, k)`` weighted rows of which it is the gram matrix, with N < k, as
+            :class:`GramAccumulator` returns them; not changed.
         settings: Damping and scaling of the inverse.
         num_rows: N, rows that the gram matrix was summed over.
         segment: Name for messages.

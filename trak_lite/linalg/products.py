@@ -57,7 +57,6 @@ def score_block(
     preconditioned: Tensor,
     *,
     out: Tensor | None = None,
-    accumulate: bool = False,
     row_weights: Tensor | None = None,
 ) -> Tensor:
     """Return ``train @ preconditioned.T``: the score of every train row for every target.
@@ -66,15 +65,14 @@ def score_block(
         train: ``(b, K)`` train features of any floating dtype.
         preconditioned: ``(M, K)`` targets from :func:`~trak_lite.linalg.precondition`, on the same device.
             Cast them to float32 once to score in float32.
-        out: ``(b, M)`` float32 or float64 tensor that receives the scores.
-        accumulate: Add to ``out`` instead of overwriting it, for the sum over checkpoints.
+        out: ``(b, M)`` float32 or float64 tensor that the scores are added to, for the sum over checkpoints.
         row_weights: ``(b,)`` factors of the train rows (such as q of one checkpoint).
 
     Returns:
         ``(b, M)``: ``out`` if given, else a new tensor in the product's accumulation dtype.
 
     Raises:
-        InvalidInputError: If shapes, devices or dtypes do not fit, or ``accumulate`` is set without ``out``.
+        InvalidInputError: If shapes, devices or dtypes do not fit.
     """
     fits = train.dim() == preconditioned.dim() == 2 and train.shape[1] == preconditioned.shape[1]
     if not (fits and train.is_floating_point() and preconditioned.is_floating_point()):
@@ -94,9 +92,7 @@ def score_block(
     dtype = torch.promote_types(torch.promote_types(train.dtype, preconditioned.dtype), torch.float32)
     shape = (train.shape[0], preconditioned.shape[0])
     if out is None:
-        if accumulate:
-            raise InvalidInputError("accumulate=True needs the tensor to add to. Give out, of shape (b, M).")
-        out = torch.empty(shape, dtype=dtype, device=train.device)
+        out = torch.zeros(shape, dtype=dtype, device=train.device)
     elif (
         tuple(out.shape) != shape
         or out.dtype not in (torch.float32, torch.float64)
@@ -113,11 +109,9 @@ def score_block(
             if row_weights is not None:
                 rows = rows * row_weights[start : start + rows.shape[0], None].to(rows)
             if out.dtype == dtype:
-                tile.addmm_(rows, columns, beta=1.0 if accumulate else 0.0)
-            elif accumulate:
-                tile.add_(rows @ columns)
+                tile.addmm_(rows, columns)
             else:
-                tile.copy_(rows @ columns)
+                tile.add_(rows @ columns)
     return out
 
 

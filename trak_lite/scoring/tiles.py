@@ -106,7 +106,6 @@ def summed_products(terms: Sequence[ScoreTerm], rows: range | NDArray[np.int64],
                 features,
                 term.targets,
                 out=tile[part],
-                accumulate=True,
                 row_weights=None if weights is None else weights[part],
             )
     return tile
