@@ -45,7 +45,7 @@ from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Tabl
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.types import Batch, FeatureLayout, Segment
 
-_VERSION = 2
+_VERSION = 3
 _GRAM = "gram"
 _GRAM_ROWS = 512
 """Rows of the gram matrices that are computed at once; a process claims this many."""
@@ -55,8 +55,6 @@ _ROWS_AT_ONCE = 32
 """Train rows whose draws follow one another; a batch of them has one draw of each, or a few."""
 _CHUNK_BYTES = 2**26
 """Chunks of drawn rows may become so large."""
-_ORDER = {"order": "draws of some rows"}
-"""In the fingerprint of drawn rows alone: earlier versions ordered them by draws of all rows."""
 _PRODUCT_ROWS = 1024
 """Samples per float32 product; the products are summed in float64."""
 
@@ -150,8 +148,7 @@ class FisherFits:
     def drawn_table(self, path: str, spec: TableSpec) -> tuple[str, TableSpec, dict[str, str]]:
         """Return the path, spec and attributes of the table of drawn rows, whose shape is that of ``spec``."""
         drawn, gram = self._paths(path)
-        fingerprint = {**self._fingerprint(path), **_ORDER}
-        return drawn, dataclasses.replace(spec, fingerprint=fingerprint), {NEEDED_UNTIL: gram}
+        return drawn, dataclasses.replace(spec, fingerprint=self._fingerprint(path)), {NEEDED_UNTIL: gram}
 
     def fit(self, path: str, drawn: RowWork, num_rows: int, *, wait: bool) -> None:
         """Fit the checkpoint that is loaded in the model, or the missing part, together with other processes.
@@ -205,7 +202,7 @@ class FisherFits:
             self.layout.width,
             (Column(_GRAM, widest, "float32"),),  # rounds less than the error of the estimate
             _GRAM_ROWS,
-            {name: value for name, value in drawn.spec.fingerprint.items() if name not in _ORDER},
+            drawn.spec.fingerprint,
         )
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         device = work.passes.device
@@ -253,9 +250,8 @@ class FisherFits:
 
     def _paths(self, path: str) -> tuple[str, str]:
         """Return the paths of the drawn rows and of the gram matrices; another fit has other paths."""
-        fingerprint = self._fingerprint(path)
-        drawn = fisher_folder(path, identity={**fingerprint, **_ORDER})
-        return f"{drawn}/drawn", f"{fisher_folder(path, identity=fingerprint)}/gram"
+        folder = fisher_folder(path, identity=self._fingerprint(path))
+        return f"{folder}/drawn", f"{folder}/gram"
 
     def _fingerprint(self, path: str) -> dict[str, Any]:
         return {
