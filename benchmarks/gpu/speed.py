@@ -401,8 +401,8 @@ def factorisation(bench: Bench) -> dict[str, Any]:
     """Damp and factorise a gram matrix."""
     rows = some_rows(bench, 512 if bench.small else 2 * WIDTH)
     matrix = gram(rows)
-    settings = KernelSettings()
-    times = bench.interleaved({"factorise": lambda: factorise(matrix, settings, num_rows=len(rows))})
+    given = {"num_rows": len(rows), "layout": FeatureLayout.joint(rows.shape[1])}
+    times = bench.interleaved({"factorise": lambda: factorise([matrix], KernelSettings(), **given)})
     return {"ms": milliseconds(times), "width": rows.shape[1]}
 
 

@@ -98,8 +98,8 @@ def gram_rate(width: int, turns: int) -> float:
 def factorise_rate(width: int, turns: int) -> float:
     """Return GFLOP/s of damping and factorising a gram matrix."""
     matrix = gram(some_rows(2 * width, width))
-    settings = KernelSettings()
-    return 1e-9 * width**3 / 3 / seconds(lambda: factorise(matrix, settings, num_rows=2 * width), turns)
+    given = {"num_rows": 2 * width, "layout": FeatureLayout.joint(width)}
+    return 1e-9 * width**3 / 3 / seconds(lambda: factorise([matrix], KernelSettings(), **given), turns)
 
 
 def score_rate(count: int, turns: int) -> float:

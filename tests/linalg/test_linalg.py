@@ -16,7 +16,6 @@ from trak_lite.linalg.kernel import (
     DEFAULT_SHARES,
     KernelSettings,
     factorise,
-    factorise_segments,
     precondition,
 )
 from trak_lite.linalg.products import score_block, self_scores, unit_segments
@@ -57,8 +56,14 @@ def joint_gram(rows=None, weights=None):
     return gram([random_rows() if rows is None else rows], weights, layout=JOINT)[0]
 
 
+def factorised(matrix, values, **given):
+    """Return the kernel of one segment."""
+    (kernel,) = factorise([matrix], values, layout=FeatureLayout.joint(matrix.shape[-1]), **given)
+    return kernel
+
+
 def solve(rows, targets, num_rows=NUM_ROWS, weights=None, **values):
-    kernel = factorise(joint_gram(rows, weights), KernelSettings(**values), num_rows=num_rows)
+    kernel = factorised(joint_gram(rows, weights), KernelSettings(**values), num_rows=num_rows)
     return kernel.solve(targets)
 
 
@@ -104,9 +109,9 @@ def test_the_default_lambda_is_a_share_of_the_root_mean_square_of_eigenvalues(nu
     squares = np.square(np.linalg.eigvalsh(matrix.numpy()))
     expected = 0.2 * np.sqrt(squares[-num_rows:].mean())
     before = matrix.clone()
-    kernel = factorise(matrix.tril(), KernelSettings(), num_rows=num_rows)  # reads only the lower triangle
-    fisher = factorise(matrix, KernelSettings(weighting="fisher"), num_rows=num_rows)
-    given = factorise(matrix, KernelSettings(damping=5.0, lambda_reg=0.25), num_rows=num_rows)
+    kernel = factorised(matrix.tril(), KernelSettings(), num_rows=num_rows)  # reads only the lower triangle
+    fisher = factorised(matrix, KernelSettings(weighting="fisher"), num_rows=num_rows)
+    given = factorised(matrix, KernelSettings(damping=5.0, lambda_reg=0.25), num_rows=num_rows)
     assert torch.equal(matrix, before)
     assert kernel.lambda_reg == pytest.approx(expected, rel=1e-12)
     assert fisher.lambda_reg == pytest.approx(0.02 * np.sqrt(squares.mean()), rel=1e-12)
@@ -135,7 +140,7 @@ def test_a_singular_kernel_may_be_solved_by_its_pseudo_inverse(num_rows, rescale
         monkeypatch.setattr(torch.linalg, "eigh", failing)
     rows, targets = dependent_rows(num_rows), random_rows(3, seed=2)
     matrix, values = joint_gram(rows), KernelSettings(damping=0.0, rescale_inverse=rescale)
-    kernel = factorise(matrix, values, num_rows=num_rows, allow_singular=True)
+    kernel = factorised(matrix, values, num_rows=num_rows, allow_singular=True)
     assert kernel.is_pseudo_inverse
     assert kernel.width == WIDTH
     assert kernel.factor.shape == (WIDTH, min(num_rows, WIDTH - 1))
@@ -145,7 +150,7 @@ def test_a_singular_kernel_may_be_solved_by_its_pseudo_inverse(num_rows, rescale
     expected = np.einsum("ij,jk,ik->i", targets.numpy(), inverse, targets.numpy())
     np.testing.assert_allclose(kernel.quadratic_form(targets).numpy(), expected, rtol=1e-7)
     damped = KernelSettings(damping=0.1, rescale_inverse=rescale)
-    kernels = [factorise(matrix, damped, num_rows=num_rows, allow_singular=some) for some in (False, True)]
+    kernels = [factorised(matrix, damped, num_rows=num_rows, allow_singular=some) for some in (False, True)]
     assert torch.equal(*(kernel.solve(targets) for kernel in kernels))
 
 
@@ -169,7 +174,7 @@ def few_rows(layout, count, blocks=7):
 def both_kernels(layout, count, values, **options):
     """Kernels of few rows and those of their gram, and targets: train rows as well."""
     found = [
-        factorise_segments(some, KernelSettings(**values), num_rows=count, layout=layout, **options)
+        factorise(some, KernelSettings(**values), num_rows=count, layout=layout, **options)
         for some in few_rows(layout, count)
     ]
     rows = random_rows(count, layout.width)
@@ -211,7 +216,7 @@ def test_few_rows_without_damping_are_refused_or_pseudo_inverted_as_their_gram()
     messages = set()
     for matrices in few_rows(layout, 20):
         with pytest.raises(SingularKernelError) as caught:
-            factorise_segments(matrices, values, num_rows=20, layout=layout)
+            factorise(matrices, values, num_rows=20, layout=layout)
         messages.add(str(caught.value))
     (message,) = messages
     assert message.endswith(
@@ -224,13 +229,13 @@ def test_few_rows_of_a_silent_or_broken_segment_are_noticed_as_in_a_gram():
     rows = random_rows(10, 60)
     rows[:, :30] = 0.0
     few = [rows[:, :30], rows[:, 30:]]
-    silent, _ = factorise_segments(few, KernelSettings(), num_rows=10, layout=layout)
+    silent, _ = factorise(few, KernelSettings(), num_rows=10, layout=layout)
     assert not silent.solve(torch.ones(2, 30)).any()
     few[1] = few[1] * torch.inf
     with pytest.raises(NonFiniteError, match="segment 'head' holds NaN"):
-        factorise_segments(few, KernelSettings(), num_rows=10, layout=layout)
+        factorise(few, KernelSettings(), num_rows=10, layout=layout)
     with pytest.raises(SingularKernelError, match="every segment is zero"):
-        factorise_segments([few[0], few[0]], KernelSettings(), num_rows=10, layout=layout)
+        factorise([few[0], few[0]], KernelSettings(), num_rows=10, layout=layout)
 
 
 def test_features_of_very_different_scale_are_not_taken_for_dependent():
@@ -245,12 +250,12 @@ def test_segments_are_solved_alone_and_one_without_signal_adds_nothing():
     silent[:, :3] = 0.0
     for rows in (random_rows(), silent):
         matrices = gram([rows], random_weights(), layout=SPLIT)
-        kernels = factorise_segments(matrices, KernelSettings(), num_rows=NUM_ROWS, layout=SPLIT)
+        kernels = factorise(matrices, KernelSettings(), num_rows=NUM_ROWS, layout=SPLIT)
         solved = precondition(targets, kernels, layout=SPLIT)
         parts = [
             torch.zeros(4, part.width, dtype=torch.float64)
             if rows is silent and part.start == 0
-            else factorise(m, KernelSettings(), num_rows=NUM_ROWS).solve(targets[:, part.start : part.stop])
+            else factorised(m, KernelSettings(), num_rows=NUM_ROWS).solve(targets[:, part.start : part.stop])
             for part, m in zip(SPLIT.segments, matrices, strict=True)
         ]
         assert torch.equal(solved, torch.cat(parts, 1))
@@ -391,11 +396,11 @@ def with_value(value):
 
 
 def segments(matrices):
-    return factorise_segments(matrices, KernelSettings(), num_rows=NUM_ROWS, layout=SPLIT)
+    return factorise(matrices, KernelSettings(), num_rows=NUM_ROWS, layout=SPLIT)
 
 
 def kernel(**values):
-    return factorise(joint_gram(), KernelSettings(**values), num_rows=NUM_ROWS)
+    return factorised(joint_gram(), KernelSettings(**values), num_rows=NUM_ROWS)
 
 
 def updated(block, first=0, num_targets=1, before=None):
@@ -426,7 +431,7 @@ SINGULAR = r"7 features, 5 train rows.*more features than rows.*Use damping > 0"
         *((lambda w=w: grammed(random_rows(), w), InvalidInputError, "weights must be a floating tensor")
           for w in (torch.ones(NUM_ROWS, 1), torch.ones(NUM_ROWS, dtype=torch.int64), torch.tensor(1.0))),
         (lambda: solve(random_rows(5), random_rows(2), 5, damping=0.0), SingularKernelError, SINGULAR),
-        (lambda: factorise(torch.zeros(3, 3), KernelSettings(damping=0.0), num_rows=9, allow_singular=True),
+        (lambda: factorised(torch.zeros(3, 3), KernelSettings(damping=0.0), num_rows=9, allow_singular=True),
          SingularKernelError, "is zero"),
         (lambda: solve(random_rows(), random_rows(2), weights=NO_WEIGHT, lambda_reg=1.0), SingularKernelError,
          r"'joint' is zero.*weight of zero.*use weighting='none'"),
@@ -434,7 +439,7 @@ SINGULAR = r"7 features, 5 train rows.*more features than rows.*Use damping > 0"
          "every segment is zero"),
         *((lambda value=value: segments(with_value(value)), NonFiniteError, "segment 'head' holds NaN or infinite")
           for value in (float("nan"), float("inf"))),
-        *((lambda m=m: factorise(m, KernelSettings(), num_rows=9), InvalidInputError, "a square floating matrix")
+        *((lambda m=m: factorised(m, KernelSettings(), num_rows=9), InvalidInputError, "a square floating matrix")
           for m in (torch.ones(2, 3), torch.ones(4), torch.ones(2, 2, dtype=torch.int64))),
         (lambda: segments(gram([random_rows()], layout=JOINT)), InvalidInputError,
          r"widths \[7\] but the segments of the layout have \[3, 4\]"),

@@ -32,7 +32,6 @@ __all__ = [
     "KernelSettings",
     "SegmentKernel",
     "factorise",
-    "factorise_segments",
     "precondition",
 ]
 
@@ -145,7 +144,7 @@ class SegmentKernel:
         Raises:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
-        rows = matching_rows(targets, self.width, self.factor)
+        rows = _matching_rows(targets, self.width, self.factor)
         if self.is_pseudo_inverse:
             return (rows @ self.factor @ self.factor.T).mul_(self.multiplier)
         right = rows if self.rows is None else rows @ self.rows.T
@@ -168,7 +167,7 @@ class SegmentKernel:
         Raises:
             InvalidInputError: If the width is not k or the dtype is not floating.
         """
-        rows = matching_rows(rows, self.width, self.factor)
+        rows = _matching_rows(rows, self.width, self.factor)
         columns = rows.T if self.rows is None else (rows @ self.rows.T).T
         whitened = (
             self.factor.T @ columns
@@ -183,34 +182,76 @@ class SegmentKernel:
 
 @torch.no_grad()
 def factorise(
-    gram: Tensor,
+    grams: Sequence[Tensor],
     settings: KernelSettings,
     *,
     num_rows: int,
-    segment: str = "joint",
+    layout: FeatureLayout,
     allow_singular: bool = False,
-) -> SegmentKernel:
-    """Damp the gram matrix of one segment and factorise it.
+) -> list[SegmentKernel]:
+    """Damp the gram matrices of all segments of a row and factorise them.
+
+    If some but not all gram matrices vanish (a module that the output does not depend on, or whose gradients are lost
+    on their way through many layers), the kernels of these segments solve to zero, so the segments add nothing to any
+    score. A gram matrix vanishes if its mean eigenvalue is zero or beneath the smallest normal number of float32.
 
     Args:
-        gram: ``(k, k)`` symmetric, or the ``(N, k)`` weighted rows of which it is the gram matrix, with N < k, as
-            :class:`GramAccumulator` returns them; not changed.
+        grams: For each segment a symmetric ``(k, k)`` matrix, or the ``(N, k)`` weighted rows of which it is the gram
+            matrix, with N < k, as :class:`GramAccumulator` returns them; not changed.
         settings: Damping and scaling of the inverse.
-        num_rows: N, rows that the gram matrix was summed over.
-        segment: Name for messages.
-        allow_singular: Use the pseudo-inverse if the damped matrix is singular. Its eigendecomposition takes about
+        num_rows: N, rows that the gram matrices were summed over.
+        layout: The segments.
+        allow_singular: Use the pseudo-inverse if a damped matrix is singular. Its eigendecomposition takes about
             twenty times as long.
 
     Returns:
-        The kernel, ready to solve.
+        One kernel per segment, ready to solve.
 
     Raises:
-        SingularKernelError: If the gram matrix is zero; without ``allow_singular`` also if the damped matrix is
+        SingularKernelError: If all gram matrices are zero; without ``allow_singular`` also if a damped one is
             numerically singular.
-        NonFiniteError: If the gram matrix holds NaN or an infinite value.
-        InvalidInputError: If it is not a square floating matrix.
+        NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
+        InvalidInputError: If the matrices are not floating, or do not fit the layout.
     """
-    (mean,), width = mean_eigenvalues([gram], [segment], num_rows), gram.shape[1]
+    names = [segment.name for segment in layout.segments]
+    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
+    return [
+        _factorised(matrix, mean, name, settings, num_rows, allow_singular)
+        if mean > 0.0
+        else SegmentKernel(torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device), 0.0, 0.0)
+        for matrix, mean, name in zip(grams, _mean_eigenvalues(grams, names, num_rows), names, strict=True)
+    ]
+
+
+@torch.no_grad()
+def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: FeatureLayout) -> Tensor:
+    """Return the targets with each segment multiplied by its (H + lambda I)^-1.
+
+    Args:
+        targets: ``(M, K)`` target features of any floating dtype.
+        kernels: One kernel per segment.
+        layout: The segments.
+
+    Returns:
+        ``(M, K)`` in the kernels' dtype; ``train @ result.T`` are the scores.
+
+    Raises:
+        InvalidInputError: If targets or kernels do not fit the layout.
+    """
+    check_rows(targets, layout)
+    check_widths([kernel.width for kernel in kernels], layout)
+    first = kernels[0].factor
+    result = torch.empty(targets.shape, dtype=first.dtype, device=first.device)
+    for segment, kernel in zip(layout.segments, kernels, strict=True):
+        result[:, segment.start : segment.stop] = kernel.solve(targets[:, segment.start : segment.stop])
+    return result
+
+
+def _factorised(
+    gram: Tensor, mean: float, segment: str, settings: KernelSettings, num_rows: int, allow_singular: bool
+) -> SegmentKernel:
+    """Damp the gram matrix of one segment, whose mean eigenvalue is above zero, and factorise it."""
+    width = gram.shape[1]
     rows = gram if len(gram) < width else None
     if rows is not None:
         gram = lower_product(rows)  # has the eigenvalues of H that can be above zero
@@ -247,69 +288,6 @@ def factorise(
     return SegmentKernel(factor, lambda_reg, multiplier)
 
 
-def factorise_segments(
-    grams: Sequence[Tensor],
-    settings: KernelSettings,
-    *,
-    num_rows: int,
-    layout: FeatureLayout,
-    allow_singular: bool = False,
-) -> list[SegmentKernel]:
-    """Factorise the gram matrices of all segments of a row.
-
-    If some but not all gram matrices vanish (a module that the output does not depend on, or whose gradients are lost
-    on their way through many layers), the kernels of these segments solve to zero, so the segments add nothing to any
-    score. A gram matrix vanishes if its mean eigenvalue is zero or beneath the smallest normal number of float32.
-
-    Args:
-        grams: One matrix per segment, as :func:`factorise` takes it.
-        settings: Damping and scaling of the inverse.
-        num_rows: N, rows that the gram matrices were summed over.
-        layout: The segments.
-        allow_singular: As in :func:`factorise`.
-
-    Returns:
-        One kernel per segment.
-
-    Raises:
-        SingularKernelError: If all gram matrices are zero, or, without ``allow_singular``, one is numerically singular.
-        NonFiniteError: If a gram matrix holds NaN or an infinite value; names the segment.
-        InvalidInputError: If the matrices do not fit the layout.
-    """
-    check_widths([matrix.shape[-1] for matrix in grams], layout, what="gram matrices")
-    means = mean_eigenvalues(grams, [segment.name for segment in layout.segments], num_rows)
-    return [
-        factorise(matrix, settings, num_rows=num_rows, segment=segment.name, allow_singular=allow_singular)
-        if mean > 0.0
-        else SegmentKernel(torch.eye(segment.width, dtype=matrix.dtype, device=matrix.device), 0.0, 0.0)
-        for matrix, mean, segment in zip(grams, means, layout.segments, strict=True)
-    ]
-
-
-@torch.no_grad()
-def precondition(targets: Tensor, kernels: Sequence[SegmentKernel], *, layout: FeatureLayout) -> Tensor:
-    """Return the targets with each segment multiplied by its (H + lambda I)^-1.
-
-    Args:
-        targets: ``(M, K)`` target features of any floating dtype.
-        kernels: One kernel per segment.
-        layout: The segments.
-
-    Returns:
-        ``(M, K)`` in the kernels' dtype; ``train @ result.T`` are the scores.
-
-    Raises:
-        InvalidInputError: If targets or kernels do not fit the layout.
-    """
-    check_rows(targets, layout)
-    check_widths([kernel.width for kernel in kernels], layout)
-    first = kernels[0].factor
-    result = torch.empty(targets.shape, dtype=first.dtype, device=first.device)
-    for segment, kernel in zip(layout.segments, kernels, strict=True):
-        result[:, segment.start : segment.stop] = kernel.solve(targets[:, segment.start : segment.stop])
-    return result
-
-
 def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     """Return the lower factor of ``gram + lambda I``, or ``None`` if a pivot is negative or rounding noise.
 
@@ -320,7 +298,7 @@ def _cholesky(gram: Tensor, lambda_reg: float) -> Tensor | None:
     damped.diagonal().add_(lambda_reg)
     diagonal = damped.diagonal().clone()
     factor, failed = torch.linalg.cholesky_ex(damped)
-    noise = noise_floor(diagonal) * diagonal
+    noise = _noise_floor(diagonal) * diagonal
     singular = bool(failed) or bool((factor.diagonal().square() <= noise).any())
     return None if singular else factor
 
@@ -329,7 +307,7 @@ def _pseudo_inverse(gram: Tensor, settings: KernelSettings, lambda_reg: float) -
     """Return the pseudo-inverse of ``gram + lambda I``; eigenvalues that are rounding noise count as zero."""
     eigenvalues, eigenvectors = eigh_of_positive(gram)
     damped = eigenvalues + lambda_reg
-    large = damped > noise_floor(damped) * damped[-1]
+    large = damped > _noise_floor(damped) * damped[-1]
     root = eigenvectors[:, large] / damped[large].sqrt()
     multiplier = 1.0 / float((root @ root.T).abs_().mean()) if settings.rescale_inverse else 1.0
     return SegmentKernel(root, lambda_reg, multiplier, is_pseudo_inverse=True)
@@ -345,15 +323,13 @@ def check_widths(widths: Sequence[int], layout: FeatureLayout, *, what: str = "k
         )
 
 
-def matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
+def _matching_rows(rows: Tensor, width: int, like: Tensor) -> Tensor:
     """Return rows ``(n, width)`` in the dtype and on the device of ``like``."""
     check_rows(rows, FeatureLayout((Segment("kernel", 0, width),)))
     return rows.to(like)
 
 
-def mean_eigenvalues(
-    grams: Sequence[Tensor], segments: Sequence[str], num_rows: int | None = None
-) -> list[float]:
+def _mean_eigenvalues(grams: Sequence[Tensor], segments: Sequence[str], num_rows: int) -> list[float]:
     """Return ``trace(H) / k`` of valid gram matrices, 0 if one vanishes; raise if all of them do.
 
     Each may be given by ``num_rows`` weighted rows, fewer than k. A NaN or infinite feature always makes the diagonal
@@ -397,6 +373,6 @@ def _sum_of_squares(gram: Tensor) -> float:
     return float(2.0 * below + gram.diagonal().square().sum())
 
 
-def noise_floor(values: Tensor) -> float:
+def _noise_floor(values: Tensor) -> float:
     """Return the relative size below which a pivot or eigenvalue of ``k`` values is indistinguishable from zero."""
     return _PIVOT_MARGIN * values.shape[0] * torch.finfo(values.dtype).eps

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows
-from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, factorise_segments
+from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, factorise
 from trak_lite.methods import Fisher
 from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor, table_path
@@ -131,9 +131,7 @@ class Grams:
         allow_singular: bool = False,
     ) -> list[SegmentKernel]:
         num_rows, layout = table.spec.num_rows, self.layout
-        return factorise_segments(
-            summed, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular
-        )
+        return factorise(summed, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular)
 
     def _summed(self, table: AbstractRowTable, chunks: range, *, keep_rows: bool = False) -> list[Tensor]:
         """Return the gram matrices of the train rows in some chunks; with ``keep_rows`` the rows where they are few."""

@@ -349,7 +349,8 @@ def _scoring(
         return total, held
 
     def solved(matrix: Tensor, right: Tensor) -> Tensor:
-        return factorise(matrix, KernelSettings(damping=1.0), num_rows=num_rows).solve(right)
+        layout, damped = FeatureLayout.joint(len(matrix)), KernelSettings(damping=1.0)
+        return factorise([matrix], damped, num_rows=num_rows, layout=layout)[0].solve(right)
 
     squares = widest = 0
     for width, count in Counter(segment.width for segment in layout.segments).items():
