@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from trak_lite.core.garbage import no_collection
 
 Replay = Callable[..., list[Tensor]]
 
@@ -46,7 +47,7 @@ def captured(
             # And cuBLAS takes memory at its first product on a stream, which is not to be that of the graph.
             with _refusing_waits():
                 replay(*kept)
-            with _no_collection():  # which might free what belongs to CUDA
+            with no_collection():  # which might free what belongs to CUDA
                 # Other threads (of loaders, of pinned memory) may call CUDA meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
@@ -84,17 +85,6 @@ def _refusing_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _waits_for_the_host(replay: Replay, inputs: Sequence[Tensor]) -> bool:

@@ -18,7 +18,6 @@ Shapes: N train rows, M targets, m targets of a block, T steps, b rows of a part
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trak_lite.core.garbage import no_collection
 from trak_lite.core.progress import KeptProgress
 from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows, spread_rows
@@ -113,15 +113,10 @@ class Replay:
 
         def measured(count: int) -> int:
             ones = State(*tree_map(lambda value: value.new_ones(count, *value.shape), tuple(final)))
-            collected = gc.isenabled()
-            gc.disable()  # it would free cycles at other moments in every call, and the bits of scores depend on this
             used = Operations()
-            try:
-                with used:
-                    self._adjoint(0, first, ones, None, count)
-            finally:
-                if collected:
-                    gc.enable()
+            # A collection would free cycles at other moments in every call, and the bits of scores depend on this.
+            with no_collection(), used:
+                self._adjoint(0, first, ones, None, count)
             return used.peak_bytes
 
         one = measured(1)

@@ -9,14 +9,12 @@ therefore make rows pending, but never yield wrong rows.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
 import re
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, final
 
@@ -32,6 +30,7 @@ from trak_lite.core.files import (
     write_all,
 )
 from trak_lite.core.folders import names_in
+from trak_lite.core.garbage import no_collection
 from trak_lite.errors import StoreError
 
 HOLDER_BYTES = 64
@@ -128,18 +127,6 @@ def _count(value: object) -> int:
     raise ValueError(f"Expected a count, got {value!r}.")
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector, which would take half of the time to read many records."""
-    active = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if active:
-            gc.enable()
-
-
 @final
 class CommitLogs:
     """Incremental reader of the commit logs of all writers of a table; counts and ignores records of other tables."""
@@ -156,7 +143,8 @@ class CommitLogs:
 
     def poll(self) -> None:
         """Read what was appended since the last poll."""
-        with named_errors("Reading the commit logs in", self._folder), _no_collection():
+        # The garbage collector would take half of the time to read many records.
+        with named_errors("Reading the commit logs in", self._folder), no_collection():
             for name in self._names():
                 self._read_on(name)
 
