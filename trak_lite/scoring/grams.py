@@ -74,17 +74,16 @@ class Grams:
         return self.store.cached(*self._key(table)) is not None
 
     def kernels(self, table: AbstractRowTable, *, allow_singular: bool = False) -> list[SegmentKernel]:
-        """Return the factorised kernels; ``allow_singular`` is passed to :func:`~trak_lite.linalg.factorise`."""
-        return self._factorised(table, self._factors(table), self.settings, allow_singular=allow_singular)
+        """Return the factorised kernels; ``allow_singular`` is passed to :func:`~trak_lite.linalg.kernel.factorise`."""
+        return next(self._factorised(table, [self.settings], allow_singular=allow_singular))
 
     def at_dampings(
         self, table: AbstractRowTable, dampings: Sequence[float | None]
     ) -> Iterator[list[SegmentKernel]]:
         """Yield the factorised kernels at other dampings; the rows are summed once."""
-        summed = self._factors(table)
-        for damping in dampings:
-            settings = replace(self.settings, damping=damping, lambda_reg=None)
-            yield self._factorised(table, summed, settings)
+        return self._factorised(
+            table, [replace(self.settings, damping=one, lambda_reg=None) for one in dampings]
+        )
 
     def make(self, train: Sequence[AbstractRowTable], ranks: Ranks) -> None:
         """Compute and store the missing gram matrices, with all ranks. With one rank, :meth:`of` computes them.
@@ -116,22 +115,16 @@ class Grams:
         widest = max(segment.width for segment in self.layout.segments)
         return self.settings.weighting != "fisher" and not self.stores_all and keeps_rows(widest, num_rows)
 
-    def _factors(self, table: AbstractRowTable) -> list[Tensor]:
-        """Return the gram matrices, or the weighted rows themselves if there are few, one per segment."""
-        if self._keeps_rows(table.spec.num_rows):
-            return self._summed(table, range(table.num_chunks), keep_rows=True)
-        return self.of(table)
-
     def _factorised(
-        self,
-        table: AbstractRowTable,
-        summed: list[Tensor],
-        settings: KernelSettings,
-        *,
-        allow_singular: bool = False,
-    ) -> list[SegmentKernel]:
+        self, table: AbstractRowTable, every: Sequence[KernelSettings], *, allow_singular: bool = False
+    ) -> Iterator[list[SegmentKernel]]:
         num_rows, layout = table.spec.num_rows, self.layout
-        return factorise(summed, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular)
+        if self._keeps_rows(num_rows):
+            summed = self._summed(table, range(table.num_chunks), keep_rows=True)
+        else:
+            summed = self.of(table)
+        for settings in every:
+            yield factorise(summed, settings, num_rows=num_rows, layout=layout, allow_singular=allow_singular)
 
     def _summed(self, table: AbstractRowTable, chunks: range, *, keep_rows: bool = False) -> list[Tensor]:
         """Return the gram matrices of the train rows in some chunks; with ``keep_rows`` the rows where they are few."""
