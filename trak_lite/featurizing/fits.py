@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
+from torch.utils.data import default_collate
 
-from trak_lite.data.datasets import Rows
+from trak_lite.data.batches import rows_in_batches
+from trak_lite.data.datasets import Rows, spread_rows
+from trak_lite.data.loading import NUM_HELD
+from trak_lite.errors import InvalidInputError
 from trak_lite.featurizing.fisher import DrawnRows, FisherFits, drawn_spec
 from trak_lite.featurizing.gauss_newton import CurvatureProducts
 from trak_lite.featurizing.inverse import InverseCurvature
@@ -77,6 +82,22 @@ class MethodFits:
         session, settings = self.session, self.session.settings
         computer = settings.computer(of_drawn_labels=True)
         computer.load_model_params(session.model)
+        samples, spec = self._drawn(rows, method)
+        return replace(session.row_pass(samples, model_id), computer_for=lambda *_: computer), spec
+
+    def require_batches(self, rows: Rows, method: Fisher) -> None:
+        """Raise if torch's collate function cannot stack the samples of a fit, whose batches have other rows."""
+        if rows.collate is not default_collate:
+            return
+        try:
+            list(rows.batches([spread_rows(len(rows), min(NUM_HELD, rows.batch_size))]))
+        except InvalidInputError:  # of rows that may be in no batch together
+            samples, spec = self._drawn(rows, method)
+            plan = rows_in_batches(np.arange(spec.num_rows), samples.batch_size)
+            deque(samples.batches(iter(plan)), maxlen=0)
+
+    def _drawn(self, rows: Rows, method: Fisher) -> tuple[DrawnRows, TableSpec]:
+        session, settings = self.session, self.session.settings
         chosen, draws = method.num_draws(len(rows), settings.layout, settings.projector.proj_dim)
         spec, at_once = drawn_spec(chosen, draws, settings.layout.width, {})
         samples = DrawnRows(
@@ -84,7 +105,7 @@ class MethodFits:
             at_once=at_once,
             draws_ahead=session.ranks.lockstep.is_alone,
         )
-        return replace(session.row_pass(samples, model_id), computer_for=lambda *_: computer), spec
+        return samples, spec
 
     def kronecker_fits(self, method: AbstractInverseMethod) -> KroneckerFits:
         """Return the fits of the EK-FAC of a method."""

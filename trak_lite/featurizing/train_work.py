@@ -128,8 +128,9 @@ class TrainWork:
             if fits.has(table_path(table)):
                 return
             require_writable(self.session.store)
-        if number and not self._is_announced:
+        if settings.method.fisher_fit is not None and not self._is_announced:
             self._is_announced = True
+            self._fits.require_batches(rows, settings.method.fisher_fit)
             announce(
                 f"{len(rows):,} rows per checkpoint, and then the fit of {settings.method.name}: {number:,} "
                 f"gradients, {number / len(rows):.1f} times as many as rows.",
