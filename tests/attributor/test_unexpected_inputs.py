@@ -109,6 +109,21 @@ def other_dtype(call, batch):
     return -nn.CrossEntropyLoss(reduction="none")(call(batch[0]), batch[1].float())
 
 
+class OneWay(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, grad):
+        raise NotImplementedError("to be written")
+
+
+class Written(nn.Linear):
+    def forward(self, x):
+        return OneWay.apply(super().forward(x))
+
+
 class OfOriginal(AbstractModelOutput):
     def get_output(self, model, weights, buffers, inputs, label):
         return torch.func.functional_call(model, (weights or {}, buffers or {}), label[None])[0]
@@ -237,6 +252,7 @@ def test_integers_of_numpy_are_those_of_python(tmp_path):
 
 
 SPARSE = r"sparse tensor \(torch.sparse_coo\) of shape .*to_dense\(\)"
+BACKWARD = r"^The backward pass of Written \(test_un.* failed .*NotImplementedError: to be written"
 ROW_9 = r"^Row 9 of the train data: .*99"
 
 
@@ -254,6 +270,8 @@ ROW_9 = r"^Row 9 of the train data: .*99"
         (r"^The task \(test_un.*\. Check that the task", TRAIN, {"task": other_dtype}, InvalidInputError),
         (r"^Sequential \(test_un.*\) failed", TRAIN, {"task": passes_labels, **LOOP}, InvalidInputError),
         (r"^Sequential \(test_un.*that the model takes", TRAIN, {"task": OfOriginal()}, InvalidInputError),
+        (BACKWARD, TRAIN, {"model": Written(4, 3)}, InvalidInputError),
+        (BACKWARD, TRAIN, {"model": Written(4, 3), **LOOP}, InvalidInputError),
         ("No rows in the train data", empty(0, 4), {}, InvalidInputError),
         ("the train data does not read", SHUFFLED, {}, InvalidInputError),
         ("gave a batch of 1", TRAIN, {"collate": one_sample}, InvalidInputError),

@@ -163,6 +163,12 @@ def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -
             f"The task{line}",
             "Check that the task takes such batches, and the outputs of the model for them.",
         )
+    if not is_of_model and torch.autograd.grad.__code__ in codes:
+        return (
+            f"The backward pass of {class_of(model).__name__}{line}",
+            "Its forward pass runs. Check the model's operations that have no derivative, and the backward of every "
+            "torch.autograd.Function.",
+        )
     return (
         f"{class_of(model).__name__}{line}",
         "Check that the samples have the shapes and dtypes that the model takes, and that the task passes them as the "
