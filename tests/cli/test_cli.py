@@ -137,6 +137,13 @@ def training(*, num_train: int = 40, width: int = 4):
 
 def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     config = write_case(tmp_path, recipe=RECIPE + TRAINING, more="unroll:\n  block: 4\n")
+    for option, said in (
+        ("task", "Unknown task 'nonsense'"),
+        ("name", "'nonsense/' cannot be a target set name"),
+    ):
+        value = said.split("'")[1]
+        assert said in refused(["unroll", config, f"--score.{option}", value], capsys)
+    assert not (tmp_path / "run.run").exists()
     out = done(["unroll", config], capsys)
     assert "40 train rows x 6 targets" in out
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "run.run").rglob("*.safetensors")}
@@ -151,7 +158,6 @@ def test_unroll_trains_replays_and_finds_its_scores_again(tmp_path, capsys):
     (named,) = (tmp_path / "run.run").glob("scores.*")
     said = f"There is no store at {tmp_path}/run.run: it is the folder of a run. Its scores are in {named}."
     assert said in refused(["inspect", str(tmp_path / "run.run")], capsys)
-    assert "Unknown task 'nonsense'" in refused(["unroll", config, "--score.task", "nonsense"], capsys)
     for option in ("--where", "--by"):
         assert f"unknown key {option[2:]!r}" in refused(["unroll", config, option, "source=web"], capsys)
     chosen = ["--train_data.indices", "[1]"]

@@ -29,6 +29,7 @@ from trak_lite.data.columns import require_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, MissingStoreError
 from trak_lite.methods import AbstractMethod
+from trak_lite.modelout_functions import resolve_task
 from trak_lite.retraining.plans import TrainFunction
 from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify
@@ -36,6 +37,7 @@ from trak_lite.run.columns import stored_columns
 from trak_lite.run.settings import versions
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import RemotePlace, open_store
+from trak_lite.store._names import check_name
 from trak_lite.store.manifest import compare_fingerprints, stored_json
 
 _TRAINING = "trained-with.json"
@@ -229,13 +231,13 @@ class Job:
             raise InvalidInputError(
                 "unroll trains on the rows of training() alone. Leave out train_data.indices."
             )
-        arguments = dict(self.config.values["unroll"])
+        arguments, score = dict(self.config.values["unroll"]), self.config.values["score"]
+        # Before the training: these may be refused.
+        task = resolve_task(self.attributor.task if score["task"] is None else score["task"])
+        name, targets = check_name(score["name"], what="target set"), self.target_rows
         folder, progress = arguments.pop("path"), self.config.values["progress"]
         run = made.train(beside(self.config, ".run") if folder is None else folder, progress=progress)
-        score = self.config.values["score"]
-        task = self.attributor.task if score["task"] is None else score["task"]
-        arguments |= {"name": score["name"], "progress": progress}
-        return unrolled.unrolled(run, self.target_rows, task, **arguments)
+        return unrolled.unrolled(run, targets, task, name=name, progress=progress, **arguments)
 
     def check_columns(self) -> None:
         """Check that the columns of ``--where`` and ``--by`` exist, before anything is computed."""
