@@ -209,8 +209,12 @@ def test_a_singular_kernel_without_damping_that_rounding_makes_regular_is_told(d
     cases.scores_of(rows.attributor(dtype=dtype), rows.targets, method=regular).numpy()
     rows.train[..., 4] = 0.7 * rows.train[..., 0] - 0.7 * rows.train[..., 2]
     made = rows.attributor(dtype=dtype)
-    cases.scores_of(made, rows.targets, method=damped).numpy()
+    scores = cases.scores_of(made, rows.targets, method=damped)
+    scores.numpy(), scores.damping_path([0.01, 1.0])
     assert "rounding" not in caplog.text
+    scores.damping_path([0.01, 0.0])
+    assert caplog.text.count(f"no larger than the rounding of rows to {dtype}") == 1
+    caplog.clear()
     cases.scores_of(made, rows.targets, method=regular).numpy()
     assert caplog.text.count(f"no larger than the rounding of rows to {dtype}") == 1
     with pytest.raises(SingularKernelError):

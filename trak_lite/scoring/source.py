@@ -268,6 +268,7 @@ class ScoreSource:
         assert self._grams is not None  # the caller has checked the method
         rows = self._rows(table, targets)
         for kernels in self._grams.at_dampings(table, dampings):
+            self._name_rounded(table, kernels)
             yield precondition(rows, kernels, layout=self.layout)
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
@@ -364,10 +365,18 @@ class ScoreSource:
         if self._held is not None and key in self._held:
             return self._held[key]
         kernels = grams.kernels(table)
+        self._name_rounded(table, kernels)
+        if self._held is not None:
+            self._held[key] = kernels
+        return kernels
+
+    def _name_rounded(self, table: AbstractRowTable, kernels: Sequence[SegmentKernel]) -> None:
+        """Name modules in the log whose kernel amplifies the rounding of rows, or contributes nothing."""
         pairs = [*zip(self.layout.segments, kernels, strict=True)]
         dtype = next(column.dtype for column in table.spec.columns if column.name == tables.FEATURES)
+        of_rows = self._grams is not None and self._grams.fisher is None
         lost = [segment.name for segment, kernel in pairs if not kernel.multiplier]
-        rounded = [s.name for s, kernel in pairs if grams.fisher is None and _is_rounded(kernel, dtype)]
+        rounded = [s.name for s, kernel in pairs if of_rows and _is_rounded(kernel, dtype)]
         if not self._named.issuperset(rounded):
             self._named.update(rounded)
             logger.warning(
@@ -387,9 +396,6 @@ class ScoreSource:
                 "" if dtype == "float32" else f", perhaps because rows are stored in {dtype}",
                 self.name,
             )
-        if self._held is not None:
-            self._held[key] = kernels
-        return kernels
 
     def _rows(self, table: AbstractRowTable, targets: slice | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(self.targets_of(table).read(tables.FEATURES)[targets]).to(self.device)
