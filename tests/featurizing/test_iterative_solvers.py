@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from trak_lite import Attributor, Rows
 from trak_lite.errors import InvalidInputError, NonFiniteError, UnsupportedModelError
 from trak_lite.methods import CG, EKFAC, LiSSA
-from trak_lite.modelout_functions import CausalLanguageModelingModelOutput
+from trak_lite.modelout_functions import CausalLanguageModelingModelOutput, ImageClassificationModelOutput
 
 N, M = 12, 4
 LABELS = "image_classification"
@@ -375,6 +375,25 @@ def test_some_rows_stand_for_all(method, settings, rtol):
     )
     close(one, every, rtol=rtol)
     assert 0.8 < np.corrcoef(few.flatten(), every.flatten())[0, 1] < 0.99999
+
+
+class Taking(ImageClassificationModelOutput):
+    """Takes the columns that it reads out of the batch."""
+
+    def evaluate(self, call, batch):
+        return super().evaluate(call, (batch.pop("x"), batch.pop("labels")))
+
+    def sample_labels(self, call, batch, noise):
+        x, labels = super().sample_labels(call, (batch.pop("x"), batch.pop("labels")), noise)
+        return {"x": x, "labels": labels}
+
+
+@pytest.mark.filterwarnings("ignore:LiSSA did not converge")
+@pytest.mark.parametrize("method", [CG(), CG(draws=2), LiSSA(depth=3)], ids=["exact", "drawn", "lissa"])
+def test_a_task_may_take_entries_out_of_its_batch(method):
+    columns = [[{"x": x, "labels": label} for x, label in rows] for rows in (TRAIN, TARGETS)]
+    expected = streamed(prepared(), LABELS, TRAIN, TARGETS, method).numpy()
+    close(streamed(prepared(), Taking(), *columns, method).numpy(), expected)
 
 
 @pytest.mark.filterwarnings("ignore")

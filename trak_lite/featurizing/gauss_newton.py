@@ -27,7 +27,7 @@ from trak_lite.core.devices import full_float32, precise
 from trak_lite.core.eval_caches import StateBeforePass, passes_undone
 from trak_lite.core.random import row_noise
 from trak_lite.core.validate import some_of
-from trak_lite.data.batches import batch_size
+from trak_lite.data.batches import batch_size, with_own_containers
 from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import MODEL_FAILURES, TrakLiteError, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
@@ -35,7 +35,7 @@ from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._base import LossModelOutput
 from trak_lite.projectors import NoOpProjector
-from trak_lite.types import Batch, ParameterShapes, by_name
+from trak_lite.types import Batch, OutputTerms, ParameterShapes, by_name
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class CurvatureProducts:
     def _drawn(self, rows: RowNumbers, batch: Batch, draw: int) -> Tensor:
         noise = row_noise(rows, seed=self.seed, draw=draw)
         with passes_undone(self.model):
-            labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
+            labelled = self.task.sample_labels(ModelCall(self.model), with_own_containers(batch), noise)
         accumulator = NoOpProjector(device=self.device).accumulator(
             len(rows), model_id=0, parameters=self.parameters
         )
@@ -182,7 +182,7 @@ class _ModelOutputs:
         self._model, self._task, self._batch, self._state = model, task, batch, state
         with torch.no_grad():
             recorded = _Recording(model, self._constants)
-            self._terms = task.evaluate(recorded, batch)
+            self._terms = self._evaluated(recorded)
         self._calls = recorded.calls
         self._found, self._to_parameters = _vjp(self._outputs, self.values)
         self.num_values = sum(part.numel() for part in self._found)
@@ -198,7 +198,7 @@ class _ModelOutputs:
         parameters = list(self._kept.values())
         with torch.enable_grad(), differentiating_only(self._model.parameters(), self._kept):
             recorded = _Recording(self._model, self._constants)
-            self._task.evaluate(recorded, self._batch)
+            self._evaluated(recorded)
             found = [leaf for leaves, _ in recorded.calls for leaf in leaves if _is_real(leaf)]
             if sums := [leaf.sum() for leaf in found if leaf.requires_grad]:
                 # The graph of a tensor that the model keeps is needed again.
@@ -213,7 +213,7 @@ class _ModelOutputs:
                 )
             self._state.restore(always=True)
             recorded = _Recording(self._model, None)
-            self._task.evaluate(recorded, self._batch)
+            self._evaluated(recorded)
             constant = [leaf.detach() for leaves, _ in recorded.calls for leaf in leaves if _is_real(leaf)]
             f = self._replayed(tuple(constant))
             if not f.requires_grad:
@@ -229,11 +229,14 @@ class _ModelOutputs:
                 "the model return what f reads, or use EKFAC, or CG(draws=) with a task that draws labels."
             )
 
+    def _evaluated(self, call: ModelCall) -> OutputTerms:
+        return self._task.evaluate(call, with_own_containers(self._batch))
+
     def _outputs(self, values: Named) -> Outputs:
         """Return all floating outputs of the model for some values of the kept parameters."""
         self._state.restore(always=True)  # before the pass: f may read what the last one has set
         call = _Recording(self._model, {**self._constants, **values})
-        self._task.evaluate(call, self._batch)
+        self._evaluated(call)
         return tuple(leaf for leaves, _ in call.calls for leaf in leaves if _is_real(leaf))
 
     def forward(self, vector: Named) -> Outputs:
@@ -271,7 +274,7 @@ class _ModelOutputs:
             ([next(values) if _is_real(leaf) else leaf for leaf in leaves], spec)
             for leaves, spec in self._calls
         ]
-        return self._task.evaluate(_Replay(self._model, calls), self._batch).output
+        return self._evaluated(_Replay(self._model, calls)).output
 
 
 def _vjp(function: Callable[[_In], _Out], at: _In) -> tuple[_Out, Callable[[_Out], tuple[_In]]]:

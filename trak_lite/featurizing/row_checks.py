@@ -25,7 +25,7 @@ from torch import nn
 from trak_lite.core.devices import full_float32
 from trak_lite.core.eval_caches import passes_undone
 from trak_lite.core.random import row_noise
-from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows
+from trak_lite.data.batches import flatten_batch, move_batch, rows_in_batches, take_rows, with_own_containers
 from trak_lite.data.column_marks import undivided
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import (
@@ -359,7 +359,7 @@ def compared_terms(
     def terms(numbers: RowNumbers, batch: Batch) -> Values:
         call, batch = ModelCall(model), move_batch(batch, device)
         with torch.enable_grad(), passes_undone(model), full_float32(device):
-            values = [*task.evaluate(call, batch)]
+            values = [*task.evaluate(call, with_own_containers(batch))]
             if seed is not None:
                 with torch.no_grad():
                     drawn = task.sample_labels(call, batch, row_noise(numbers, seed=seed, draw=0))

@@ -29,6 +29,7 @@ from trak_lite.core.json_text import digest_of
 from trak_lite.core.progress import progress_bar
 from trak_lite.core.random import row_noise
 from trak_lite.core.validate import some_of
+from trak_lite.data.batches import with_own_containers
 from trak_lite.data.datasets import RowNumbers, Rows, spread_rows
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.featurizing.fisher import require_writable
@@ -146,8 +147,9 @@ class _LossGradients:
                     labelled = batch
                     if self.method.fisher == "sampled":
                         noise = row_noise(rows, seed=self.method.seed, draw=draw)
+                        call, own = ModelCall(self.model), with_own_containers(batch)
                         with torch.no_grad(), passes_undone(self.model):
-                            labelled = self.task.sample_labels(ModelCall(self.model), batch, noise)
+                            labelled = self.task.sample_labels(call, own, noise)
                     try:
                         computer.stream_gradients(labelled, sink)
                     except UnsupportedModelError as error:
