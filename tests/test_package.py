@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -101,3 +102,17 @@ def test_importing_is_light_and_quiet_and_a_killed_process_with_tqdms_lock_block
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["", "False True"]
     assert found.stderr == "first\nWARNING:trak_lite.run.workspace:second\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "library", "extra"),
+    [("huggingface", "transformers", "hf"), ("lightning", "lightning", "lightning")],
+)
+def test_an_integration_without_its_library_names_the_extra(
+    module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"trak_lite.integrations.{module}"
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError, match=rf"needs {library}.*pip install 'trak-lite\[{extra}\]'"):
+        importlib.import_module(name)

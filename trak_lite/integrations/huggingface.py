@@ -19,16 +19,10 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import is_peft_available
 
 from trak_lite.attributor import Attributor
 from trak_lite.core.devices import undisturbed
+from trak_lite.core.validate import require_packages
 from trak_lite.data.batches import batch_size, flatten_batch, move_batch
 from trak_lite.data.datasets import Rows
 from trak_lite.data.packed import Documents
@@ -40,6 +34,18 @@ from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
 from trak_lite.run.settings import Task
 from trak_lite.store import RemotePlace
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.utils import is_peft_available
+except ModuleNotFoundError:
+    require_packages("transformers", extra="hf")
+    raise
 
 __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
 

@@ -13,13 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from trak_lite.attributor import Attributor
+from trak_lite.core.validate import require_packages
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.integrations._training import SavedFeatures, refuse_other_model
 from trak_lite.models.checkpoints import module_versions, read_weights, with_versions
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:
+    require_packages("lightning", extra="lightning")
+    raise
 
 __all__ = ["FeaturizeCallback", "ckpt_weights"]
 
