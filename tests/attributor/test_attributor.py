@@ -353,6 +353,7 @@ CONTEXTS = {
     "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
+    "meta": partial(torch.device, "meta"),
 }
 
 

@@ -305,6 +305,15 @@ def with_shared(shared, samples):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
+def test_rows_are_read_where_the_default_device_has_no_values(num_workers):
+    samples = [torch.ones(2, device="cpu") * number for number in range(4)]
+    rows = Rows(DataLoader(samples, batch_size=2, num_workers=num_workers))
+    with torch.device("meta"):
+        found = [batch for _, batch in rows.moved(np.arange(4), torch.device("cpu"))]
+    assert torch.equal(torch.cat(found), torch.stack(samples))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_tensor_that_all_samples_share_is_not_divided_among_as_many(num_workers):
     data = TensorDataset(torch.arange(12.0).reshape(6, 2))
     collate = partial(with_shared, torch.tensor([0.7, 0.2, 0.1]))

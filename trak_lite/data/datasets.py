@@ -186,12 +186,12 @@ class Rows(_AsTheyAre):
             batch_sampler=dataset_indices(),
             collate_fn=_as_it_is,  # Samples.__getitems__ has collated them
             worker_init_fn=self._samples.init_worker,
-            # Without its own generator the loader would advance the caller's RNG. It must be on the default device.
-            generator=torch.Generator(torch.get_default_device()),
+            generator=torch.Generator("cpu"),  # or the loader would advance the caller's RNG
             **self._loading,
             **({} if isinstance(plan, list) and len(plan) == 1 else self._workers),
         )
-        loading = iter(loader)
+        with torch.device("cpu"):  # whose default device the generator must be on
+            loading = iter(loader)
         try:
             for batch in loading:
                 self._hold(drawn[0], batch)
