@@ -9,6 +9,7 @@ Shapes: B samples of a batch, m vectors, P parameter entries.
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,6 +44,9 @@ _TANGENTS = 1024
 """Samples times vectors that go through the model at once, if their outputs fit in :data:`_BYTES`."""
 _BYTES = 2**28
 """Bytes of the outputs and gradients of the vectors that go through the model at once; several copies are made."""
+
+_FORWARD_MODE = threading.Lock()
+"""The level of torch's forward mode is that of the process: of two threads, one would end that of the other."""
 
 Named: TypeAlias = dict[str, Tensor]
 Outputs: TypeAlias = tuple[Tensor, ...]
@@ -145,8 +149,7 @@ class CurvatureProducts:
     def _products(self, outputs: _ModelOutputs, vectors: Named) -> Named:
         if self._forward_mode is None:
             try:
-                with quiet_forward_mode():
-                    outputs.forward({name: part[0] for name, part in vectors.items()})
+                outputs.forward({name: part[0] for name, part in vectors.items()})
                 self._forward_mode = True
             except (RuntimeError, NotImplementedError) as error:
                 refuse_machine_failure(error)
@@ -241,7 +244,8 @@ class _ModelOutputs:
 
     def forward(self, vector: Named) -> Outputs:
         """Return J v by forward-mode differentiation."""
-        tangents: Outputs = jvp(self._outputs, (self.values,), (vector,))[1]
+        with forward_mode():
+            tangents: Outputs = jvp(self._outputs, (self.values,), (vector,))[1]
         return tangents
 
     def twice_backward(self, vector: Named) -> Outputs:
@@ -284,9 +288,9 @@ def _vjp(function: Callable[[_In], _Out], at: _In) -> tuple[_Out, Callable[[_Out
 
 
 @contextmanager
-def quiet_forward_mode() -> Iterator[None]:
-    """Ignore torch's own warning from the first use of forward mode in a process."""
-    with warnings.catch_warnings():
+def forward_mode() -> Iterator[None]:
+    """Let one thread at a time use torch's forward mode, without torch's own warning from its first use."""
+    with _FORWARD_MODE, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
         yield
 

@@ -33,7 +33,7 @@ from trak_lite.core.validate import some_of, target_number
 from trak_lite.data.batches import join_batches, move_batch, rows_in_batches, take_rows
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
-from trak_lite.featurizing.gauss_newton import quiet_forward_mode
+from trak_lite.featurizing.gauss_newton import forward_mode
 from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers.parameters import differentiating_only
@@ -261,7 +261,7 @@ class _Directions:
                 passes_undone(model, always=True),
                 full_float32(device),
                 sdpa_kernel(SDPBackend.MATH),
-                quiet_forward_mode(),
+                forward_mode(),
             ):
                 derivatives: Tensor = jvp(terms, (values,), (vector,))[1]
         except RuntimeError as error:
