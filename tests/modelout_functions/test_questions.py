@@ -238,6 +238,26 @@ def test_attributors_of_two_models_share_questions_that_capture_one_of_them(give
     score(0, method=Mean(GradCos(), GradDot()))
 
 
+def test_a_reference_is_hashed_once_per_checkpoint_and_seen_to_change_between_calls(monkeypatch):
+    reference, hashed = nn.Linear(D, C).double(), []
+
+    def state_dict(module, *args, **kwargs):
+        hashed.append(module is reference)
+        return nn.Module.state_dict(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Linear, "state_dict", state_dict)
+    task = asking(apart=lambda call, batch: (call(batch[0]) * reference(batch[0]).detach()).sum(1))
+    attributor = featurized(task, gradient_computer="iterative")
+    asked = task.ask("apart", DataLoader(TARGETS, batch_size=2))
+    before = sum(hashed)
+    attributor.score(asked, "asked")
+    assert sum(hashed) - before <= 2
+    with torch.no_grad():
+        reference.bias.add_(1.0)
+    with pytest.raises(InvalidInputError, match="the question 'apart' of this task"):
+        attributor.score(asked, "again")
+
+
 def test_the_task_of_the_train_rows_is_no_other_task():
     attributor, task = featurized(), asking()
     own = attributor.score(TARGETS, name="t").numpy()

@@ -146,7 +146,7 @@ class QuestionsModelOutput(AbstractModelOutput):
             return self.task.evaluate(model_call, batch)
         ((name, members),) = batch[_QUESTION].items()
         digest, weights = batch[_DIGEST], batch[_WEIGHTS]
-        of_task = self._digest(name)
+        of_task = self._digest_of_pass(name)
         refuse_invalid(
             digest == of_task, digest, expected=f"{of_task}, the question {name!r} of this task", what=_DIGEST
         )
@@ -157,6 +157,7 @@ class QuestionsModelOutput(AbstractModelOutput):
 
     def prepare(self, model: nn.Module) -> None:
         """Update the state of the task and of all questions; see :meth:`AbstractModelOutput.prepare`."""
+        _DIGESTS[self] = {}
         for task in (self.task, *self.questions.values()):
             task.prepare(model)
 
@@ -192,6 +193,13 @@ class QuestionsModelOutput(AbstractModelOutput):
             chosen = json.dumps([asked.digest, "mean" if asked.mean else "sum", asked.groups])
             rows.name = f"{asked.name} {hashlib.sha256(chosen.encode()).hexdigest()}"
 
+    def _digest_of_pass(self, name: str) -> int:
+        """Return the digest of a question, which is computed once after :meth:`prepare`: a reference may be large."""
+        digests = _DIGESTS.get(self, {})
+        if name not in digests:
+            digests[name] = self._digest(name)
+        return digests[name]
+
     def _digest(self, name: str) -> int:
         """Return an int64 that identifies a question by its name and its description."""
         described = json.dumps([name, describe_task(self._question(name), self.model)], sort_keys=True)
@@ -200,6 +208,10 @@ class QuestionsModelOutput(AbstractModelOutput):
 
 _ASKED: WeakKeyDictionary[QuestionsModelOutput, WeakSet[Rows]] = WeakKeyDictionary()
 """Targets of questions, whose digest changes when the attributed model becomes known."""
+
+
+_DIGESTS: WeakKeyDictionary[QuestionsModelOutput, dict[str, int]] = WeakKeyDictionary()
+"""Digests of questions in a pass over data; not in an attribute, whose changes replays look at."""
 
 
 class _Asked(Dataset[dict[str, Any]]):
