@@ -347,7 +347,7 @@ def calibrated_matrix(rows: ScoreSource, calibration: Calibration) -> NDArray[np
 
 
 def summed_over(scores: Scores, masks: NDArray[np.bool_]) -> Array:
-    """Return the scores' predictions for the subsets, ``(S, M)``. Reads the scores in tiles of rows."""
+    """Return the scores' predictions for the subsets, ``(S, M)``: float64 sums of the exact sums of tiles."""
     num_rows, num_targets = scores.shape
     total = np.zeros((len(masks), num_targets))
     for start in range(0, num_rows, _TILE_ROWS):
