@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import ConcatDataset, TensorDataset
 
 from trak_lite import Attributor, Rows, TRAKer, methods, token_scores
 from trak_lite.errors import CheckpointError, UnsupportedModelError
@@ -514,6 +514,26 @@ def test_parameters_that_a_pass_sets_behind_autograd_are_refused(kind, dtype, en
         made.featurize(Rows(data, batch_size=1), [copied(model)])
     assert model.linear.weight.equal(weight)
     assert not model.ready
+
+
+@pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
+def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine):
+    """As the orthogonal layer of FrEIA, whose hook projects its weights in every 256th backward pass."""
+    model, passes = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), []
+
+    def project(module, *_):
+        passes.append(module)
+        if len(passes) > 30:
+            module.weight.data.mul_(0.5)
+
+    model[1].register_full_backward_hook(project)
+    weight, data = model[1].weight.detach().clone(), ConcatDataset([TRAIN] * 4)
+    made = Attributor(model, log_probability, None, proj_dim=4, gradient_computer=engine, progress=False)
+    with pytest.raises(
+        UnsupportedModelError, match=r"backward pass .*changes 1 of .*'1.weight'.*backward hooks"
+    ):
+        made.featurize(Rows(data, batch_size=1))
+    assert model[1].weight.equal(weight)
 
 
 def test_parameters_that_every_pass_limits_to_the_same_values_are_right():

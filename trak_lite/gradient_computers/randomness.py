@@ -199,7 +199,7 @@ def _exceeds_rounding(
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
     """Raise if f of some samples changes with what the model draws, or with buffers or parameters that it changes."""
     buffers = [(name, held, version_of(held)) for name, held in computer.model.named_buffers()]
-    weights, put_back = _sizes(computer.model), _state_kept(computer.model)
+    weights, put_back = parameter_sizes(computer.model), _state_kept(computer.model)
 
     def draws(part: Batch) -> bool | None:
         try:
@@ -218,8 +218,8 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         if (is_random := draws(parts[0])) is None:
             parts, is_random = [batch], draws(batch)
         if is_random is not None:
-            if changed := _changed(computer.model, weights, 0.0):
-                weights = _sizes(computer.model)
+            if changed := changed_sizes(computer.model, weights):
+                weights = parameter_sizes(computer.model)
                 put_back()
                 try:
                     draws_numbers(computer, map_tensors(_other_values, parts[-1]))
@@ -228,7 +228,7 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
                     draws(parts[-1])
                 # A limit of their norms changes them once. What is computed from samples changes them again.
                 refuse_changed_parameters(
-                    computer.model, _changed(computer.model, weights, _ROUNDING) & changed
+                    computer.model, changed_sizes(computer.model, weights, _ROUNDING) & changed
                 )
             _refuse_changed_buffers(computer, parts, buffers)
         if not is_random:
@@ -245,7 +245,7 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         )
 
 
-def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+def parameter_sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the norm of every parameter of 16 bits or more, and its sum over the root of its number of entries."""
     sizes = {}
     for name, p in model.named_parameters():
@@ -259,9 +259,11 @@ def _sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return sizes
 
 
-def _changed(model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float) -> set[str]:
+def changed_sizes(
+    model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float = 0.0
+) -> set[str]:
     """Return the names of parameters whose norm or sum differs by more than rounding."""
-    now, parameters = _sizes(model), dict(model.named_parameters())
+    now, parameters = parameter_sizes(model), dict(model.named_parameters())
     names = set()
     for name in now.keys() & before.keys():
         most = max(rounding, rounding and torch.finfo(parameters[name].dtype).eps / 2) * float(
@@ -298,15 +300,20 @@ class ChangedParametersError(UnsupportedModelError):
     """A pass changes parameters, which the next pass need not do."""
 
 
-def refuse_changed_parameters(model: nn.Module, names: Collection[str]) -> None:
-    """Raise if a forward pass has changed parameters: rows of one checkpoint would belong to two models."""
+def refuse_changed_parameters(model: nn.Module, names: Collection[str], which: str = "forward") -> None:
+    """Raise if a pass has changed parameters: rows of one checkpoint would belong to two models."""
     if names:
         first = next(name for name, _ in model.named_parameters() if name in names)
+        remedy = "Remove the backward hooks that write into them."
+        if which == "forward":
+            remedy = (
+                "If only the first pass changes them, call model.eval() and run one pass before you create the "
+                "Attributor."
+            )
         raise ChangedParametersError(
-            f"The forward pass of {class_of(model).__name__} in eval mode changes {len(names)} of its parameters, the "
-            f"first of them {first!r}, so rows would not be those of the checkpoint. Expected a forward pass that only "
-            "reads them. If only the first pass changes them, call model.eval() and run one pass before you create the "
-            "Attributor."
+            f"The {which} pass of {class_of(model).__name__} in eval mode changes {len(names)} of its parameters, the "
+            f"first of them {first!r}, so rows would not be those of the checkpoint. Expected a {which} pass that only "
+            f"reads them. {remedy}"
         )
 
 
