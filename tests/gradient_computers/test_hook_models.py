@@ -244,8 +244,16 @@ def with_token(s, x):
     return hidden.sum(1) * x
 
 
+def written_by_two(s, x):
+    matrix = x.new_zeros(4, 4)
+    matrix[range(1, 4), range(3)] = s.p[:3]
+    matrix[range(4), range(4)] = s.b.bias.exp()
+    return x @ matrix * s.b.bias
+
+
 ALIKE = {"p": "vmap of the operation"}
 EXACT |= {
+    "a matrix that two parameters are written into": net(written_by_two, rows(3)),
     "a parameter written into zeros": net(with_token, rows(3), why=ALIKE),
     "positions from a table": net(
         lambda s, x: s.p[torch.arange(4).expand(len(x), -1)] * x, rows(3), why=ALIKE

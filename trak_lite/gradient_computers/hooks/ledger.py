@@ -65,11 +65,13 @@ class GradientLedger:
         return tuple(dict.fromkeys(name for tensor in read for name in self._uses[tensor].names))
 
     def share(self, tensor: Tensor, parents: Sequence[int], *, is_transpose: bool) -> None:
-        """Register a value computed only from parameters or other such values."""
+        """Register a value computed only from parameters or other such values, or written again in place."""
         above = [self._uses[parent] for parent in parents]
         roots = list(dict.fromkeys(root for uses in above for root in uses.roots or [uses]))
-        transpose_of = above[0] if is_transpose else None
-        self._uses[id(tensor)] = _Uses(tensor, self.names_of(parents), roots, transpose_of)
+        known = self._uses.setdefault(
+            id(tensor), _Uses(tensor, (), transpose_of=above[0] if is_transpose else None)
+        )
+        known.names, known.roots = self.names_of(parents), roots
 
     def note(self, target: Tensor, method: str) -> None:
         """Record the method that computed a gradient, for the report."""
