@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file, save_model
 from tiny_runs import labelled
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import TensorDataset
 from versioned import Old, Versioned
 
 from trak_lite import Attributor, TRAKer, verify
@@ -436,3 +438,32 @@ def test_a_lightning_checkpoint_keeps_the_versions_of_a_module_inside(tmp_path, 
     file = pt_file({"state_dict": outer.state_dict()}, tmp_path)
     _, (row,) = load(build(), [file], lambda path: lightning.ckpt_weights(path, prefix="model."))
     assert row.tolist() == flat(build(1))
+
+
+class WithFrozenTable(nn.Module):
+    """A layer, and a frozen weight in a wrapper of two tensors, as the quantised weights of torchao."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.table = nn.Parameter(TwoTensor(torch.ones(3), torch.full((3,), 2.0)), requires_grad=False)
+
+    def forward(self, x):
+        return self.layer(x) * self.table.a * self.table.b
+
+
+def test_checkpoints_are_told_apart_by_what_a_wrapper_of_tensors_holds():
+    model, data = WithFrozenTable(), TensorDataset(torch.randn(6, 4))
+    states = [{name: value.clone() for name, value in model.state_dict().items()} for _ in range(2)]
+    states[1]["table"].b.mul_(5)
+
+    def scores(checkpoints):
+        made = Attributor(
+            model, lambda call, batch: call(batch[0]).sum(1), None, method="GradDot", projector="none"
+        )
+        made.featurize(data, checkpoints=checkpoints)
+        return made.score(data).numpy()
+
+    np.testing.assert_allclose(scores(states), 13 * scores(states[:1]), rtol=0.01)  # the mean of 1 and 25
+    assert model.table.b.tolist() == [2.0, 2.0, 2.0]

@@ -177,7 +177,8 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
             "model is sharded."
         )
     reshard(model)
-    saved = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model).items()}
+    tensors = {name: tensor.detach() for name, tensor in _tensors(model).items()}
+    saved = {name: one.clone() if one.is_cpu else one.cpu() for name, one in tensors.items()}
     others = more_entries(model)
     modes = own_modes(model)
     put_back_buffers = buffers_kept(model.modules())
