@@ -254,6 +254,10 @@ def written_by_two(s, x):
 ALIKE = {"p": "vmap of the operation"}
 EXACT |= {
     "a matrix that two parameters are written into": net(written_by_two, rows(3)),
+    "a parameter with the dtype of samples": net(lambda s, x: s.p.to(x) * x + s.row.type_as(s.a(x)), rows(3)),
+    "samples with the dtype of a parameter": net(
+        lambda s, x: s.a(x).to(s.p) * x.type_as(s.row) * s.p, rows(3)
+    ),
     "a parameter written into zeros": net(with_token, rows(3), why=ALIKE),
     "positions from a table": net(
         lambda s, x: s.p[torch.arange(4).expand(len(x), -1)] * x, rows(3), why=ALIKE

@@ -27,6 +27,7 @@ from trak_lite.models.tree import ModelTree
 
 Function = Callable[..., Any]
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial, nn.Module)
+_CASTS = (Tensor.to, Tensor.type_as)
 
 
 class AbstractInterceptor(TorchFunctionMode, ABC):
@@ -78,6 +79,10 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (
+            func in _CASTS and len(args) > 1 and isinstance(args[1], Tensor)
+        ):  # only its dtype and device are read
+            func, args = Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
         if isinstance(func, OperatorBase) and isinstance(func, HigherOrderOperator):  # the first costs less
             self.runs_functions = True
             if torch.is_grad_enabled():
