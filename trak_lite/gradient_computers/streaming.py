@@ -198,6 +198,13 @@ class AbstractStreamingComputer(AbstractGradientComputer):
                 _private_buffers(tree),
             ):
                 terms = self.modelout_fn.evaluate(call or self._call(modules=tree.modules), given)
+        except Exception as error:  # code of the model (einx) may have wrapped a refusal of this package
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UnsupportedModelError):
+                cause = cause.__cause__
+            if cause is None or cause is error:
+                raise
+            raise cause from None
         finally:
             if self._state is None:
                 state.restore(always)
