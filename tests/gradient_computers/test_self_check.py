@@ -118,6 +118,15 @@ def test_a_parameter_behind_a_python_reference_is_right_or_refused(kind, loop, d
     close(computer, (ids,), expected, 1e-5)
 
 
+def test_parameters_that_are_all_behind_a_closure_are_refused_for_that():
+    """As those of the coupling flows of zuko."""
+    weight = nn.Parameter(torch.eye(4))
+    model = Model(lambda s, x: s.closure(x), closure=lambda x: x @ weight)
+    model.weight = weight
+    with pytest.raises(UnsupportedModelError, match=r"does by autograd.*Python reference"):
+        collect_gradients(FunctionalGradientComputer(model, resolve_task(fourth)), (torch.randn(3, 4),))
+
+
 @pytest.mark.parametrize("kind", [HookGradientComputer, FunctionalGradientComputer])
 def test_a_parameter_with_tensor_hooks_is_named_and_its_rows_are_what_the_hooks_return(kind):
     torch.manual_seed(0)

@@ -406,8 +406,12 @@ def refuse_detached(
         wanted = [parameters[name] for name in kept]
         grads = () if cut_off else torch.autograd.grad(output.sum(), wanted, allow_unused=True)
     if cut_off or any(grad is not None and bool(grad.any()) for grad in grads):
+        named = f"f depends on none of the {len(kept)} kept parameters ({list(kept)[:3]})"
         raise UnsupportedModelError(
-            f"f depends on none of the {len(kept)} kept parameters ({list(kept)[:3]}), so every gradient would be "
-            "zero. The output function must run the model through model_call, inside autograd: no detach(), no NumPy, "
-            "no torch.inference_mode()."
+            f"{named}, so every gradient would be zero. The output function must run the model through model_call, "
+            "inside autograd: no detach(), no NumPy, no torch.inference_mode()."
+            if cut_off
+            else f"{named} in the passes of this gradient computer, but does by autograd: they are read by a Python "
+            "reference beside their modules' own attributes (a list, a closure, a partial), or the output function "
+            "calls the model itself and not model_call. Use gradient_computer='hook' or 'iterative'."
         )

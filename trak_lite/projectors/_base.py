@@ -281,8 +281,8 @@ def check_block(block: GradientBlock, num_samples: int, parameters: ParameterSha
         )
     if not rows.is_floating_point():
         raise InvalidInputError(
-            f"The gradient of {block.name!r} has dtype {rows.dtype}, expected floating point. Leave it out of grad_wrt, or "
-            "use two real parameters with torch.view_as_complex."
+            f"The gradient of {block.name!r} has dtype {rows.dtype}, expected floating point. Leave it out of "
+            "grad_wrt, or use two real parameters with torch.view_as_complex."
         )
     if isinstance(block, FactoredBlock):
         inputs, output_grads = block.inputs, block.output_grads
