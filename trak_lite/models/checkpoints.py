@@ -24,7 +24,6 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.json_text import parse_json
@@ -409,7 +408,7 @@ def entries_digest(state: Mapping[str, Any]) -> str:
 def _add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     value = of_all_ranks(tensor.detach())
     digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}|".encode())
-    if is_traceable_wrapper_subclass(value):  # such as the quantised weights of torchao, which have no bytes
+    if hasattr(value, "__tensor_flatten__"):  # such as the quantised weights of torchao, which have no bytes
         for part in value.__tensor_flatten__()[0]:
             _add_tensor(digest, part, getattr(value, part))
         return
