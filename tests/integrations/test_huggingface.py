@@ -328,7 +328,7 @@ def test_a_model_that_accelerate_has_prepared_has_the_rows_of_its_weights(order,
             capture(data[rows], rows)
     assert vars(model)["forward"] is prepared
     assert model(data[:2][0]).dtype == torch.float32
-    np.testing.assert_array_equal(captured.score(data, "itself").numpy(), scores)
+    np.testing.assert_allclose(captured.score(data, "itself").numpy(), scores, atol=1e-6)  # of other batches
 
 
 def test_the_callback_refuses_another_model_and_rows_without_an_order(tmp_path):

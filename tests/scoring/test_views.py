@@ -137,7 +137,7 @@ def test_targets_that_lack_rows_of_a_checkpoint_are_refused(tmp_path, method):
         if rows < 3 * M:
             with pytest.raises(StateError, match=rf"targets '{rows}' are not complete: .*/ckpt-2"):
                 made.scores(f"{rows}", **view)
-    np.testing.assert_array_equal(made.scores(f"{rows}", **view).numpy(), whole)
+    np.testing.assert_allclose(made.scores(f"{rows}", **view).numpy(), whole, atol=1e-6)  # of other batches
     (file,) = (tmp_path / "a.zarr").glob("*/whole/**/ckpt-1/features/c.0.0")
     file.unlink()
     (pending,) = check_store(tmp_path / "a.zarr").findings
@@ -147,7 +147,7 @@ def test_targets_that_lack_rows_of_a_checkpoint_are_refused(tmp_path, method):
     made.drop_checkpoint("ckpt-2")  # which the call had not begun
     alone = made.scores(f"{2 * M}", **view)
     assert alone.settings["checkpoints"] == 2
-    np.testing.assert_array_equal(made.score(TARGETS, "whole", **view).numpy(), alone.numpy())
+    np.testing.assert_allclose(made.score(TARGETS, "whole", **view).numpy(), alone.numpy(), atol=1e-6)
 
 
 def squared_logits(model_call, batch):
