@@ -16,11 +16,18 @@ from torch.utils.data import TensorDataset
 from watching import Restless, random_states
 
 from trak_lite import Attributor, Rows, TRAKer
-from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, UnsupportedModelError
+from trak_lite.errors import (
+    CheckpointError,
+    InvalidInputError,
+    ManifestMismatchError,
+    ShortageError,
+    UnsupportedModelError,
+)
 from trak_lite.gradient_computers import FunctionalGradientComputer, HookGradientComputer
 from trak_lite.modelout_functions import resolve_task
 
 huggingface = Late("trak_lite.integrations.huggingface")
+safetensors = Late("safetensors.torch")
 MODELS = {
     "bert": hub.bert,
     "gpt2": hub.gpt2,
@@ -258,6 +265,52 @@ def test_every_saved_checkpoint_is_featurized_and_its_file_is_known_again(name, 
     opened = Attributor.open(folder / "a.zarr", hub.made(MODELS[name]), **settings)
     found = np.asarray(opened.score(rows, name="second", method="GradDot"))
     np.testing.assert_allclose(found, scores, rtol=1e-6)  # in batches of another size
+
+
+def vit(kind=None):
+    sizes = {**hub.SIZES, "image_size": 8, "patch_size": 4}
+    return (kind or transformers.ViTForImageClassification)(transformers.ViTConfig(**sizes))
+
+
+def featurized(model, checkpoints):
+    torch.manual_seed(0)
+    attributor = Attributor(model, "image_classification", None, **EXACT)
+    images = TensorDataset(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
+    return [attributor.featurize(images, one).rows_written for one in checkpoints]
+
+
+@pytest.mark.parametrize("given", ["state dict", "bin", "compiled"])
+def test_weights_in_the_form_of_a_file_are_converted_wherever_they_come_from(given, tmp_path):
+    saved, model = hub.made(vit, 1), hub.made(vit, 2)
+    saved.save_pretrained(tmp_path)
+    source = safetensors.load_file(tmp_path / "model.safetensors")
+    if given == "bin":  # beside settings that were logged
+        source, state = tmp_path / "saved.bin", {**source, "logged.rates": {"a": torch.ones(2)}}
+        torch.save(state, source)
+    model = torch.compile(model) if given == "compiled" else model
+    assert featurized(model, [source, saved.state_dict()]) == [4, 0]
+
+
+def test_weights_that_transformers_would_draw_are_missing(tmp_path):
+    kind = transformers.ViTForImageClassification
+    kind = type("Lax", (kind,), {"_keys_to_ignore_on_load_missing": ["classifier"]})
+    model = vit(kind)
+    model.save_pretrained(tmp_path)
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    del state["classifier.weight"]
+    with pytest.raises(CheckpointError, match="does not fit Lax: missing"):
+        featurized(model, [state])
+
+
+def test_a_shortage_of_memory_in_a_conversion_is_none_of_the_checkpoint(tmp_path, monkeypatch):
+    def failing(*args, **settings):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    model = vit()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.ViTForImageClassification, "from_pretrained", failing)
+    with pytest.raises(ShortageError, match="not enough memory"):
+        featurized(model, [tmp_path])
 
 
 def test_a_rank_that_comes_before_the_file_is_there_records_where_it_will_be(tmp_path, monkeypatch):

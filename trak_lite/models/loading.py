@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.eval_caches import in_modes, own_modes
 from trak_lite.core.validate import some_of
-from trak_lite.errors import CheckpointError
+from trak_lite.errors import MODEL_FAILURES, CheckpointError, refuse_machine_failure
 from trak_lite.models._adapters import ADAPTER_FILES, adapter_files, completed_adapters, unnamed_adapter
 from trak_lite.models.checkpoints import (
     EXTRA_STATE,
@@ -68,9 +68,9 @@ def load_into(
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
-    if source.suffix in (".safetensors", ".bin", ".json"):
-        state = _converted(model, state)
     adapters = adapters or unnamed_adapter(model, state)
+    if not adapters:
+        state = _converted(model, state)
     is_known = load is None or adapters or (original is None and not all(modes.values()))
     with in_modes(model, modes if is_known else _modes_when_saved(model, state)):
         if load is None:
@@ -86,26 +86,28 @@ def _converted(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     returned as it is.
     """
     pretrained = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-    config: Any = getattr(model, "config", None)
-    if not isinstance(model, pretrained) or is_sharded(model) or hasattr(config, "quantization_config"):
+    inner: Any = getattr(model, "_orig_mod", getattr(model, "module", model))
+    if not isinstance(inner, pretrained) or is_sharded(model) or hasattr(inner.config, "quantization_config"):
         return state
-    held = {bare_name(name): value.shape for name, value in model.state_dict().items()}
-    if all(held.get(bare_name(name)) == value.shape for name, value in state.items()):
+    if inner._keys_to_ignore_on_load_missing:  # drawn at random if they are missing, and not reported
         return state
-    dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    held = {bare_name(name): getattr(value, "shape", None) for name, value in model.state_dict().items()}
+    if all(held.get(bare_name(name)) == value.shape for name, value in tensors.items()):
+        return state
+    dtypes = [value.dtype for value in tensors.values() if value.is_floating_point()]
     try:
         with undisturbed():
-            loaded, report = type(model).from_pretrained(
+            loaded, report = type(inner).from_pretrained(
                 None,
-                config=config,
-                state_dict=dict(state),
-                dtype=reduce(
-                    torch.promote_types, dtypes, torch.float32
-                ),  # exact; the model's own is taken later
+                config=inner.config,
+                state_dict=tensors,
+                dtype=reduce(torch.promote_types, dtypes),  # exact; the model's own is taken later
                 ignore_mismatched_sizes=True,  # reported
                 output_loading_info=True,
             )
-    except (RuntimeError, TypeError, ValueError):
+    except MODEL_FAILURES as error:
+        refuse_machine_failure(error)
         return state
     return state if any(report.values()) else loaded.state_dict()
 
