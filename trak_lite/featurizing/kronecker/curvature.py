@@ -201,11 +201,11 @@ class UnitArrays:
 
     def has_basis(self) -> bool:
         """Whether the first pass is done for this unit: a repair, or a fit of another seed, may have taken a part."""
-        return all(self._get(name) is not None for name in ("joint", "bias", "outputs", "inputs"))
+        return all(self._get(name) is not None for name in ("values", "joint", "bias", "outputs", "inputs"))
 
     def is_complete(self) -> bool:
-        """Whether all arrays of the unit are stored."""
-        return self.has_basis() and (values := self._get("values")) is not None and len(values) > 0
+        """Whether the second pass is done, too: until then the eigenvalues that it computes are an empty array."""
+        return self.has_basis() and len(self._tensor("values", torch.device("cpu"))) > 0
 
     def put(self, **tensors: Tensor | None) -> None:
         """Store arrays by name, in order; ``None`` is an empty one.
