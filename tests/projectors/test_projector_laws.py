@@ -174,6 +174,7 @@ def nan_for_zero(rows):
         ({"features": nan_for_zero}, ["zeros"]),
         ({"matrix": SparseSigns}, []),
         ({"matrix": lambda k, seed: RademacherProjector(k, seed=seed + hash("weight"))}, ["process"]),
+        ({"matrix": lambda k, seed: RademacherProjector(k, seed=hash((seed, 5)) % 2**31)}, []),
         ({"gradients": lambda grad: grad if grad.dtype == torch.float64 else -grad}, ["dtype"]),
         ({"gradients": lambda grad: grad + 0 * torch.rand(1)}, ["generator"]),
     ],

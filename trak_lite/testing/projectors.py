@@ -320,8 +320,9 @@ def _gradients(seed: int, num_samples: int = _NUM_SAMPLES) -> dict[str, Tensor]:
 
 
 def _hash_of_another_process(value: object, _original: Callable[[object], int] = hash) -> int:
-    """``hash`` of texts as another process has it; a ``__hash__`` method keeps its value, by which dicts find keys."""
-    return _original(value) ^ (sys._getframe(1).f_code.co_name != "__hash__")
+    """``hash`` as another process has it: that of numbers is the same; ``__hash__`` keeps its value, for dicts."""
+    is_same = all(isinstance(item, int | float) for item in (value if isinstance(value, tuple) else [value]))
+    return _original(value) ^ (not is_same and sys._getframe(1).f_code.co_name != "__hash__")
 
 
 def _project(projector: AbstractProjector, grads: Mapping[str, Tensor], **settings: Any) -> Tensor:
