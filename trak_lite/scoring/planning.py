@@ -37,6 +37,7 @@ from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
+from trak_lite.run.tables import score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import CACHED_ROWS
 from trak_lite.scoring.plan import Plan, Span, size_text
@@ -371,19 +372,18 @@ def _scoring(
 def _disk(
     settings: AttributorSettings, num_rows: int, num_targets: int, count: int, draws: int
 ) -> dict[str, int]:
-    layout, kernel = settings.method.layout_of(settings.layout), settings.method.kernel
-    inverse = settings.method.inverse is not None
-    kernels = 0
+    layout, kernel, kernels = settings.method.layout_of(settings.layout), settings.method.kernel, 0
     if kernel is not None and kernel.weighting == "fisher":
         kernels = layout.width * max(segment.width for segment in layout.segments) * 4
     elif kernel is not None and num_targets and num_rows >= CACHED_ROWS:
         kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
-    targets = settings.target_table(num_targets, {}, preconditioned=inverse) if num_targets else None
+    inverse = settings.method.inverse is not None
+    targets = settings.target_table(num_targets or 1, {}, preconditioned=inverse)
     return {
         "rows": count * stored_bytes(settings.train_table(num_rows, {})),
-        "targets": 0 if targets is None else count * stored_bytes(targets),
+        "targets": num_targets and count * stored_bytes(targets),
         "kernels": count * kernels,
-        "scores": 4 * num_rows * num_targets,
+        "scores": num_targets and stored_bytes(score_table_spec(num_rows, num_targets, {})),
         "fit, while it runs": draws * layout.width * 4,
     }
 
