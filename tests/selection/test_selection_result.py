@@ -138,6 +138,13 @@ def test_a_disk_that_is_full_leaves_the_file_of_before(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["chosen.json"]
 
 
+def test_a_link_that_lies_where_a_file_is_written_first_is_not_followed(tmp_path):
+    (tmp_path / "other.txt").write_text("kept")
+    (tmp_path / ".chosen.json.new").symlink_to(tmp_path / "other.txt")
+    assert len(Selection.load(chosen(k=2).save(tmp_path / "chosen.json"))) == 2
+    assert (tmp_path / "other.txt").read_text() == "kept"
+
+
 def test_text_and_html_show_sizes_settings_and_first_rows():
     text = repr(chosen())
     for part in ("7 of 20 train rows", "method=balanced", f"row {chosen().indices[0]}, score", "... 2 more"):

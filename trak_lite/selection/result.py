@@ -179,6 +179,7 @@ class Selection:
             ) from error
         real = Path(path).resolve()
         unfinished = real.with_name(f".{real.name}.new")  # a full disk must not cost an earlier file
+        unfinished.unlink(missing_ok=True)  # of a killed process; a link is not followed
         try:
             unfinished.write_text(text, encoding="utf-8")
             seal(str(unfinished), _SEALED_AS)
