@@ -112,7 +112,8 @@ class GradientPass(AbstractInterceptor):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             result = function(*args, **kwargs)
         for tensor in differentiable(written(function, args, result)):
-            if tensor.requires_grad and (id(tensor) not in self.watched or is_in_place(function)):
+            again = is_in_place(function) and not tensor.is_leaf  # not requires_grad_ of a parameter
+            if tensor.requires_grad and (id(tensor) not in self.watched or again):
                 parents = [id(leaf) for leaf in leaves if id(leaf) in self.watched]
                 self._ledger.share(tensor, parents, is_transpose=is_transpose(function, args, kwargs, tensor))
                 self.watched[id(tensor)] = tensor
