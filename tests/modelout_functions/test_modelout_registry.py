@@ -110,19 +110,20 @@ def test_a_store_notes_names_settings_and_values_of_its_task_in_few_words(tmp_pa
         stored_task(scaled([1.0, float("inf"), *range(9_999), 0]), tmp_path / "c.zarr")
 
 
-def test_stores_name_the_subpackages_of_classes_whose_modules_may_change(tmp_path):
+def test_classes_that_have_moved_have_the_names_that_stores_have(tmp_path):
+    """Their modules are others than when descriptions with their names were first stored."""
     held = {
-        "unrolled.Recipe": unrolled.Recipe,
-        "methods.EKFAC": methods.EKFAC,
-        "methods.GradDot": methods.GradDot,
-        "projectors.MaskProjector": projectors.MaskProjector,
-        "projectors.FastJLProjector": projectors.FastJLProjector,
-        "projectors.NoOpProjector": projectors.NoOpProjector,
-        "modelout_functions.CLIPModelOutput": tasks.CLIPModelOutput,
-        "modelout_functions.DPOModelOutput": tasks.DPOModelOutput,
-        "modelout_functions.MultiLabelModelOutput": tasks.MultiLabelModelOutput,
-        "modelout_functions.TextClassificationModelOutput": tasks.TextClassificationModelOutput,
-        "modelout_functions.reference_columns": tasks.reference_columns,
+        "unrolled.recipe.Recipe": unrolled.Recipe,
+        "methods.ekfac.EKFAC": methods.EKFAC,
+        "methods.grad_dot.GradDot": methods.GradDot,
+        "projectors.mask.projectors.MaskProjector": projectors.MaskProjector,
+        "projectors.dense.fast_jl.FastJLProjector": projectors.FastJLProjector,
+        "projectors.identity.NoOpProjector": projectors.NoOpProjector,
+        "modelout_functions.clip.CLIPModelOutput": tasks.CLIPModelOutput,
+        "modelout_functions.preferences.DPOModelOutput": tasks.DPOModelOutput,
+        "modelout_functions.binary.MultiLabelModelOutput": tasks.MultiLabelModelOutput,
+        "modelout_functions.classification.TextClassificationModelOutput": tasks.TextClassificationModelOutput,
+        "modelout_functions.preferences.reference_columns": tasks.reference_columns,
     }
     noted = stored_task(functools.partial(powered, **held), tmp_path / "a.zarr")["function"]["keywords"]
     assert {name: one.get("class") or one["callable"] for name, one in noted.items()} == {

@@ -38,15 +38,61 @@ def is_foreign(thing: Any) -> bool:
     return resolved is thing and module.partition(".")[0] in FOREIGN
 
 
-def name_of(thing: Any) -> str:
-    """Return the qualified name, as stored; objects implemented in C may have no module.
+_FORMER_MODULES: Final = {
+    "evaluation.ranking.MislabelDetection": "evaluation.detection",
+    "evaluation.subsets.LossRise": "evaluation.removal",
+    "integrations.trl.PairCollator": "integrations._trl",
+    "integrations.trl.RolloutCollator": "integrations._trl",
+    "methods.inverse.AbstractInverseMethod": "methods.ekfac",
+    "methods.inverse.CG": "methods.cg",
+    "methods.inverse.EKFAC": "methods.ekfac",
+    "methods.inverse.LiSSA": "methods.lissa",
+    "methods.stored.Fisher": "methods.fisher",
+    "methods.stored.GaussNewton": "methods.gauss_newton",
+    "methods.stored.TRAK": "methods.trak",
+    "methods.stored.GradCos": "methods.grad_cos",
+    "methods.stored.GradDot": "methods.grad_dot",
+    "methods.stored.LESS": "methods.less",
+    "methods.stored.TracIn": "methods.tracin",
+    "modelout_functions._base.CallableModelOutput": "modelout_functions.callable",
+    "modelout_functions.contrastive.CLIPModelOutput": "modelout_functions.clip",
+    "modelout_functions.language_modeling.DenseClassificationModelOutput": "modelout_functions.dense",
+    "modelout_functions.language_modeling.PositionwiseModelOutput": "modelout_functions._positions",
+    "modelout_functions.post_training.AnswerDifferenceModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.DPOModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.PolicyGradientModelOutput": "modelout_functions.policy_gradient",
+    "modelout_functions.post_training.RewardModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training._PreferenceModelOutput": "modelout_functions.preferences",
+    "modelout_functions.post_training.reference_columns": "modelout_functions.preferences",
+    "modelout_functions.post_training.response_labels": "modelout_functions._chat",
+    "modelout_functions.supervised.BinaryClassificationModelOutput": "modelout_functions.binary",
+    "modelout_functions.supervised.ImageClassificationModelOutput": "modelout_functions.classification",
+    "modelout_functions.supervised.IterativeImageClassificationModelOutput": "modelout_functions.classification",
+    "modelout_functions.supervised.MultiLabelModelOutput": "modelout_functions.binary",
+    "modelout_functions.supervised.RegressionModelOutput": "modelout_functions.regression",
+    "modelout_functions.supervised.TextClassificationModelOutput": "modelout_functions.classification",
+    "modelout_functions.supervised._Classifier": "modelout_functions.classification",
+    "modelout_functions._base.LossModelOutput": "modelout_functions._sampling",
+    "modelout_functions._base.resolve_task": "modelout_functions._registry",
+    "projectors.dense.projectors.FastJLProjector": "projectors.dense.fast_jl",
+    "projectors.mask.GraSSProjector": "projectors.mask.projectors",
+    "projectors.mask.MaskProjector": "projectors.mask.projectors",
+    "projectors.per_module.NoOpProjector": "projectors.identity",
+    "retraining.verify.verify_run": "retraining.one_run",
+    "scoring.uncertainty.Reliability": "scoring.source",
+    "store._columns.TableSpec": "store._base",
+    "store._table.AbstractRowTable": "store._base",
+    "unrolled.runs.Recipe": "unrolled.recipe",
+    "unrolled.subsets.SubsetTraining": "unrolled.runs",
+}
+"""Modules in which classes of this package stood when descriptions that hold their names were first stored."""
 
-    Those of this package are named by the subpackage, so that stored descriptions do not depend on its modules.
-    """
-    module = module_name(getattr(thing, "__module__", None) or "builtins")
-    if module.startswith("trak_lite."):
-        module = ".".join(module.split(".")[:2])
-    return f"{module}.{thing.__qualname__}"
+
+def name_of(thing: Any) -> str:
+    """Return the qualified name, as stored; objects implemented in C may have no module."""
+    module, name = module_name(getattr(thing, "__module__", None) or "builtins"), thing.__qualname__
+    former = _FORMER_MODULES.get(f"{module.removeprefix('trak_lite.')}.{name}")
+    return f"{module}.{name}" if former is None else f"trak_lite.{former}.{name}"
 
 
 def functions_of(member: Any) -> list[Any]:
