@@ -257,6 +257,26 @@ def test_cg_is_the_dense_solve_for_every_target(make, task, train, targets, tmp_
     assert f"iterations for {len(targets)} targets" in caplog.text
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(self.inner(x[:, :, None])[0][:, -1])
+
+
+def test_the_fused_lstm_of_a_cpu_has_the_dense_solve(tmp_path):
+    """In float32, in which it is fused."""
+    model = prepared(Recurrent)
+    expected = plain_rows(model, LABELS, TRAIN, TARGETS, tmp_path).scores(
+        dense_matrix(model, TRAIN), 0.5, absolute=True
+    )
+    rows, targets = (TensorDataset(x.float(), labels) for x, labels in (TRAIN.tensors, TARGETS.tensors))
+    method = CG(damping=0.5, absolute=True, tolerance=1e-6, max_iterations=200)
+    close(streamed(model.float(), LABELS, rows, targets, method).numpy(), expected, rtol=1e-3)
+
+
 def test_products_of_drawn_labels_are_those_of_their_gradients(tmp_path, monkeypatch):
     """The same labels in every product, each draw with an equal share."""
     model, (task, drawn) = prepared(Cubed), recording(LABELS, monkeypatch)

@@ -24,7 +24,7 @@ from torch.func import vjp as torch_vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from trak_lite.core.devices import full_float32, precise
+from trak_lite.core.devices import full_float32, precise, switched_off
 from trak_lite.core.eval_caches import StateBeforePass, passes_undone
 from trak_lite.core.random import row_noise
 from trak_lite.core.validate import some_of
@@ -84,9 +84,10 @@ class CurvatureProducts:
     def __call__(self, vectors: Tensor, wanted: RowNumbers, /, *, scale: float = 1.0) -> Tensor:
         """Return the products ``(m, P)`` of vectors ``(m, P)`` with the matrix of some rows, times ``scale``."""
         total = torch.zeros_like(vectors)
-        # The other kernels of fused attention have no second derivative.
+        # The other kernels of fused attention, and the fused LSTM of oneDNN, have no second derivative.
         kernels = sdpa_kernel(SDPBackend.MATH) if self.draws is None else nullcontext()
-        with full_float32(self.device), kernels:
+        fused = self.draws is None and any(isinstance(module, nn.RNNBase) for module in self.model.modules())
+        with full_float32(self.device), kernels, switched_off(torch.backends.mkldnn, fused):
             for rows, batch in self.rows.moved(wanted, self.device):
                 if self.draws is None:
                     self._add(total, vectors, batch)
