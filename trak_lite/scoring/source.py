@@ -269,7 +269,9 @@ class ScoreSource:
         rows = self._rows(table, targets)
         for kernels in self._grams.at_dampings(table, dampings):
             self._name_rounded(table, kernels)
-            yield precondition(rows, kernels, layout=self.layout)
+            solved = precondition(rows, kernels, layout=self.layout)
+            del kernels  # before those of the next damping are made
+            yield solved
 
     def scores_of(self, rows: range | NDArray[np.int64], terms: Sequence[ScoreTerm] | None = None) -> Tensor:
         """Return the scores of some train rows, ``(rows, M)`` float32."""
