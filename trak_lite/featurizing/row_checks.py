@@ -170,8 +170,8 @@ def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -
     if not is_of_model and torch.autograd.grad.__code__ in codes:
         return (
             f"The backward pass of {class_of(model).__name__}{line}",
-            "Its forward pass runs. Check the model's operations that have no derivative, and the backward of every "
-            "torch.autograd.Function.",
+            "Its forward pass runs. Check the model's operations that have no derivative, the backward of every "
+            "torch.autograd.Function, and a projector of your own.",
         )
     return (
         f"{class_of(model).__name__}{line}",
