@@ -1,5 +1,6 @@
 """Small float64 trainings, and derivatives by row weights from differences of repeated trainings."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -58,7 +59,7 @@ def margin(model, batch):
 
 
 def dict_margin(model, batch):
-    return margin(model, (batch["inputs"], batch["labels"]))
+    return margin(model, (batch.pop("inputs"), batch.pop("labels")))
 
 
 def recipe(model_fn=mlp, loss_fn=loss, data=None, optimizer=None, **settings):
@@ -84,7 +85,7 @@ def differences(made, rows, data=None, function=margin, weights=None, h=5e-4):
     def at(row, step):
         model = made.train(weights=base + step * np.eye(len(base))[row]).model()
         with torch.no_grad():
-            return function(model, batch).numpy()
+            return function(model, copy.copy(batch)).numpy()
 
     slopes = [8 * (at(row, h) - at(row, -h)) - (at(row, 2 * h) - at(row, -2 * h)) for row in rows]
     return np.stack(slopes) / (12 * h)

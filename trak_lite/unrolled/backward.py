@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.garbage import no_collection
 from trak_lite.core.progress import KeptProgress
-from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows
+from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows, with_own_containers
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -301,7 +301,7 @@ class Replay:
 
         def output(values: Named, frozen: Frozen, batch: Batch) -> Tensor:
             call = ModelCall(model, {**frozen.parameters, **values}, frozen.buffers)
-            return self._task.evaluate(call, batch).output.sum()
+            return self._task.evaluate(call, with_own_containers(batch)).output.sum()
 
         for _, batch in self._targets.batches([targets[i : i + 1] for i in range(len(targets))]):
             moved = move_batch(batch, run.device)

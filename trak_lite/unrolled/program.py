@@ -24,7 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.devices import full_float32, switched_off
-from trak_lite.data.batches import batch_size, map_tensors, move_batch, rows_in_batches, take_rows
+from trak_lite.data.batches import (
+    batch_size,
+    map_tensors,
+    move_batch,
+    rows_in_batches,
+    take_rows,
+    with_own_containers,
+)
 from trak_lite.data.datasets import spread_rows
 from trak_lite.errors import (
     MODEL_FAILURES,
@@ -135,7 +142,7 @@ class Program:
         call = ModelCall(self.model, {**frozen.parameters, **parameters}, frozen.buffers)
         # The fused LSTM of oneDNN has no second derivative.
         with SeededDropout(key), switched_off(torch.backends.mkldnn, self._recurrent):
-            return self.recipe.loss(call, batch)
+            return self.recipe.loss(call, with_own_containers(batch))
 
     def update(self, state: State, gradients: Named, number: int) -> State:
         """Return the state after a step with these gradients, which are clipped first."""
@@ -207,7 +214,7 @@ class Program:
             # Checkpointing runs parts again in the backward pass, outside the masks of the step.
             no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTING)
             with torch.enable_grad(), no_hooks, seeded, naming_failures(self.model, "train"):
-                return self.recipe.loss(call, batch)
+                return self.recipe.loss(call, with_own_containers(batch))
 
         try:
             losses = through_the_call("loss", self.model, state.parameters, passed)
