@@ -2,6 +2,7 @@
 
 import logging
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -435,6 +436,19 @@ def test_two_threads_have_the_products_of_one():
     with ThreadPoolExecutor(2) as threads:
         for one in threads.map(found, range(2)):
             close(one, found(0))
+
+
+class Warned(nn.Linear):
+    def forward(self, x):
+        warnings.warn("of the model", UserWarning, stacklevel=1)
+        return super().forward(x)
+
+
+def test_a_warning_of_a_model_is_not_repeated_in_every_product():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        streamed(prepared(lambda: Warned(4, 3)), LABELS, Rows(TRAIN, batch_size=1), TARGETS, CG())
+    assert sum("of the model" in str(one.message) for one in caught) < N
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeAlias, TypeVar, final
 
 import torch
@@ -290,10 +290,19 @@ def _vjp(function: Callable[[_In], _Out], at: _In) -> tuple[_Out, Callable[[_Out
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Let one thread at a time use torch's forward mode, without torch's own warning from its first use."""
-    with _FORWARD_MODE, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+    """Let one thread at a time use torch's forward mode."""
+    with _FORWARD_MODE:
+        _use_first()
         yield
+
+
+@cache
+def _use_first() -> None:
+    """Use forward mode without torch's own warning from its first use in a process."""
+    zero = torch.zeros((), device="cpu")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+        jvp(torch.sin, (zero,), (zero,))
 
 
 def _is_real(leaf: Any) -> bool:
