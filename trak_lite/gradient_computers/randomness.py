@@ -128,19 +128,31 @@ def refusal_of_mixing(model: nn.Module) -> str:
     return f"{type(model).__name__}: {MIXES}. Use gradient_computer='iterative', which computes every sample alone."
 
 
-def depends_on_batch(computer: CheckedComputer, batch: Batch, size: int = 1, *, sure: bool = False) -> bool:
+def depends_on_batch(
+    computer: CheckedComputer,
+    batch: Batch,
+    size: int = 1,
+    *,
+    sure: bool = False,
+    together: Tensor | None = None,
+    alone: Tensor | None = None,
+) -> bool:
     """Whether f of samples in their batch differs by more than rounding from f in batches of ``size``.
 
-    A small f may be a difference of large numbers, and rounding may send a row to another expert. So a difference is
-    looked for again in float64; where that is not possible, only a large one counts, or none if ``sure``. ``False`` if
-    the model takes only one sample at a time.
+    f of a pass that was made, ``together`` or ``alone``, is not computed again. A small f may be a difference of large
+    numbers, and rounding may send a row to another expert. So a difference is looked for again in float64; where that
+    is not possible, only a large one counts, or none if ``sure``. ``False`` if the model takes only one sample at a
+    time.
     """
 
-    def difference(batch: Batch) -> tuple[float, torch.dtype]:
-        together = outputs_of(computer, [batch])
-        starts = range(0, len(together), size)
-        alone = outputs_of(computer, [take_rows(batch, slice(start, start + size)) for start in starts])
-        return _error(alone, together), together.dtype
+    def difference(given: Batch) -> tuple[float, torch.dtype]:
+        whole, parts = (together, alone) if given is batch else (None, None)
+        if whole is None:
+            whole = outputs_of(computer, [given])
+        if parts is None:
+            starts = range(0, len(whole), size)
+            parts = outputs_of(computer, [take_rows(given, slice(start, start + size)) for start in starts])
+        return _error(parts, whole), whole.dtype
 
     return _exceeds_rounding(computer, batch, difference, sure=sure)
 

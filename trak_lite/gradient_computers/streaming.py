@@ -100,6 +100,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         self.checks = SelfCheck()
         self._is_repeatable = False
         """Whether f of the same samples is known to be the same in eval mode."""
+        self._looked_at: Any = None
+        """Structure and size of the next batch, if :meth:`look_at_halves` has compared it."""
         self._tree: ModelTree | None = None
         """The model, during a pass."""
         self._state: StateBeforePass | None = None
@@ -108,7 +110,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
     def load_model_params(self, model: nn.Module) -> None:
         """Use this model for all later calls; every call reads its current parameter values."""
         self.checks.restart()
-        self._is_repeatable = False
+        self._is_repeatable, self._looked_at = False, None
         self.model = model
 
     def renew(self) -> None:
@@ -293,13 +295,18 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         if self.self_check and self.differentiates_the_model:
             with self._products():
                 self._compare_halves(map_tensors(Tensor.detach, batch))
+            self._looked_at = structure_of(batch), batch_size(batch)
 
-    def _compare_halves(self, batch: Batch) -> None:
+    def _compare_halves(self, batch: Batch, **known: Tensor) -> None:
+        """Look at a batch; ``known`` is f of a pass that was made, see :func:`depends_on_batch`."""
         count, tree = batch_size(batch), self._tree or ModelTree(self.model)
-        # In float32 and less, rounding that depends on the batch size may send a row to another expert.
-        if count < 2 or any(tree.modes) or is_sharded(tree) or not fits_in_float64(self.model):
+        looked_at, self._looked_at = self._looked_at, None
+        if count < 2 or looked_at == (structure_of(batch), count):
             return
-        if depends_on_batch(self, batch, -(-count // 2), sure=True):
+        # In float32 and less, rounding that depends on the batch size may send a row to another expert.
+        if any(tree.modes) or is_sharded(tree) or not fits_in_float64(self.model):
+            return
+        if depends_on_batch(self, batch, -(-count // 2), sure=True, **known):
             refuse_changing(self, batch)
             self.look_at_mixing()
 
@@ -313,12 +320,14 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         structure = self._structure(batch, kept)
         key = self.checks.key(structure)
         self.checks.refuse_failed(key)
-        if self.checks.is_first(key, count):
-            self._compare_halves(batch)
+        is_first = self.checks.is_first(key, count)
         samples = Samples(self.checks.positions(key, count, kept, always=key != structure), kept)
         with self.checks.batch(key, count, samples.positions):
             terms = self._stream_samples(batch, count, kept, samples.passing(sink))
             compare(self, batch, kept, samples)
+            if is_first:
+                rows = next(self._chunks(count))  # more need not fit into memory
+                self._compare_halves(take_rows(batch, rows), alone=terms.output[rows])
         return terms
 
     def _structure(self, batch: Batch, kept: Kept) -> tuple[Any, ...]:

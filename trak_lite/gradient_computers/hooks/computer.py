@@ -397,7 +397,7 @@ class HookGradientComputer(AbstractStreamingComputer):
                     whole = plan.may_mix or plan.flattened
                     compare(self, part.batch, hooked, samples, list(plan.dtypes), needs_whole=whole)
             if positions and (is_due if plan.may_mix else is_first):
-                self._compare_halves(part.batch)
+                self._compare_halves(part.batch, together=terms.output.detach())
         self._refuse_hidden(plan, kept)
         return OutputTerms(*(term.detach() for term in terms))
 
