@@ -516,14 +516,16 @@ def test_parameters_that_a_pass_sets_behind_autograd_are_refused(kind, dtype, en
     assert not model.ready
 
 
-@pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
-def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine):
+@pytest.mark.parametrize(
+    ("engine", "batch_size"), [("auto", 1), ("hook", 1), ("iterative", 1), ("iterative", 4)]
+)
+def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine, batch_size):
     """As the orthogonal layer of FrEIA, whose hook projects its weights in every 256th backward pass."""
     model, passes = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), []
 
     def project(module, *_):
         passes.append(module)
-        if len(passes) > 30:
+        if len(passes) > 40:
             module.weight.data.mul_(0.5)
 
     model[1].register_full_backward_hook(project)
@@ -532,8 +534,26 @@ def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine
     with pytest.raises(
         UnsupportedModelError, match=r"backward pass .*changes 1 of .*'1.weight'.*backward hooks"
     ):
-        made.featurize(Rows(data, batch_size=1))
+        made.featurize(Rows(data, batch_size=batch_size))
     assert model[1].weight.equal(weight)
+
+
+@pytest.mark.parametrize("engine", ["hook", "iterative"])
+def test_parameters_that_a_hook_limits_to_the_same_values_are_right(engine):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 30))
+
+    def limit(module, *_):
+        module.weight.data.div_(module.weight.data.norm(dim=1, keepdim=True))
+
+    def rows():
+        made = Attributor(model, log_probability, None, proj_dim=4, gradient_computer=engine, progress=False)
+        made.featurize(TRAIN)
+        return made.score(TRAIN).numpy()
+
+    limit(model[1])
+    expected = rows()
+    model[1].register_full_backward_hook(limit)
+    np.testing.assert_allclose(rows(), expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
 def test_parameters_that_every_pass_limits_to_the_same_values_are_right():

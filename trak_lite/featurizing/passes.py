@@ -38,12 +38,12 @@ from trak_lite.featurizing.row_checks import (
     Values,
     naming_rows,
     refuse_the_row,
-    refusing_changes,
     rounding_of,
     some_rows,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.reference import SeenDtypes, fits_in_float64, in_float64, widened
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.modelout_functions._inputs import deferring_checks

@@ -37,9 +37,7 @@ from trak_lite.errors import (
     refuse_machine_failure,
 )
 from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
-from trak_lite.gradient_computers.randomness import changed_sizes, parameter_sizes, refuse_changed_parameters
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.models._adapters import changed_parameters, parameter_versions
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.store import AbstractRowTable, Column
 from trak_lite.types import Batch, FeatureLayout, OutputTerms
@@ -132,18 +130,6 @@ def naming_rows(
                 f"{failed} failed on a batch of {what} (rows {some_rows(rows)}) with tensors {shapes}: "
                 f"{type(error).__name__}: {first}. {advice}"
             ) from error
-
-
-@contextmanager
-def refusing_changes(model: nn.Module) -> Iterator[None]:
-    """Raise if a pass inside the block changes parameters of the model."""
-    versions = {} if is_sharded(model) else parameter_versions(model)
-    # Backward hooks may write behind autograd in a later pass than the first one, which the self-check watches.
-    with_hooks = versions and any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
-    sizes = parameter_sizes(model) if with_hooks else {}
-    yield
-    refuse_changed_parameters(model, changed_parameters(model, versions))
-    refuse_changed_parameters(model, changed_sizes(model, sizes), "backward")
 
 
 def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -> tuple[str, str]:

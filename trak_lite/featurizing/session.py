@@ -22,10 +22,11 @@ from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.loading import Collate
 from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
 from trak_lite.featurizing.passes import RowPass, compute_features
-from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows, refusing_changes
+from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task

@@ -27,7 +27,9 @@ from trak_lite.gradient_computers.reference import (
     in_float64,
     widened,
 )
-from trak_lite.models.sharded import class_of
+from trak_lite.gradient_computers.self_check import SelfCheckError
+from trak_lite.models._adapters import changed_parameters, parameter_versions
+from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.types import Batch
 
 _ROUNDING = 1e-6
@@ -230,7 +232,7 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         if (is_random := draws(parts[0])) is None:
             parts, is_random = [batch], draws(batch)
         if is_random is not None:
-            if changed := changed_sizes(computer.model, weights):
+            if changed := changed_sizes(computer.model, weights, 0.0):
                 weights = parameter_sizes(computer.model)
                 put_back()
                 try:
@@ -239,9 +241,7 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
                     refuse_machine_failure(error)
                     draws(parts[-1])
                 # A limit of their norms changes them once. What is computed from samples changes them again.
-                refuse_changed_parameters(
-                    computer.model, changed_sizes(computer.model, weights, _ROUNDING) & changed
-                )
+                refuse_changed_parameters(computer.model, changed_sizes(computer.model, weights) & changed)
             _refuse_changed_buffers(computer, parts, buffers)
         if not is_random:
             return
@@ -274,7 +274,7 @@ def parameter_sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def changed_sizes(
-    model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float = 0.0
+    model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float = _ROUNDING
 ) -> set[str]:
     """Return the names of parameters whose norm or sum differs by more than rounding."""
     now, parameters = parameter_sizes(model), dict(model.named_parameters())
@@ -329,6 +329,22 @@ def refuse_changed_parameters(model: nn.Module, names: Collection[str], which: s
             f"first of them {first!r}, so rows would not be those of the checkpoint. Expected a {which} pass that only "
             f"reads them. {remedy}"
         )
+
+
+@contextmanager
+def refusing_changes(model: nn.Module) -> Iterator[None]:
+    """Raise if a pass inside the block changes parameters of the model."""
+    versions = {} if is_sharded(model) else parameter_versions(model)
+    # Backward hooks may write behind autograd in a later pass than the first one, which the self-check watches.
+    with_hooks = versions and any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
+    sizes = parameter_sizes(model) if with_hooks else {}
+    try:
+        yield
+    except SelfCheckError:  # of which a hook may be the cause
+        refuse_changed_parameters(model, changed_sizes(model, sizes), "backward")
+        raise
+    refuse_changed_parameters(model, changed_parameters(model, versions))
+    refuse_changed_parameters(model, changed_sizes(model, sizes), "backward")
 
 
 def _refuse_changed_buffers(
