@@ -268,6 +268,7 @@ ALIKE = {"p": "vmap of the operation"}
 EXACT |= {
     "an error of this package that the model wraps": net(compiled, rows(3), rows(1)),
     "a matrix that two parameters are written into": net(written_by_two, rows(3)),
+    "parameters that the pass lets require grad": net(lambda s, x: s.a(x * s.p.requires_grad_()), rows(3)),
     "a parameter with the dtype of samples": net(lambda s, x: s.p.to(x) * x + s.row.type_as(s.a(x)), rows(3)),
     "samples with the dtype of a parameter": net(
         lambda s, x: s.a(x).to(s.p) * x.type_as(s.row) * s.p, rows(3)
