@@ -837,6 +837,30 @@ def test_samples_that_depend_on_a_larger_batch_than_the_first_are_refused(output
         collect_gradients(computer, (x,))
 
 
+def passes_of(model):
+    """Return a list that gets the size of every batch that the model runs on."""
+    sizes = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["functional", "iterative"])
+def test_no_comparison_takes_more_samples_than_a_chunk(kind):
+    model = nn.Linear(3, 2).eval()
+    sizes = passes_of(model)
+    collect_gradients(
+        GRADIENT_COMPUTERS[kind](model, resolve_task(total), chunk_size=9), (torch.randn(32, 3),)
+    )
+    assert max(sizes) == 9
+
+
+def test_auto_compares_the_first_batch_once():
+    model, batch = nn.Linear(3, 2).eval(), (torch.randn(32, 3),)
+    sizes = passes_of(model)
+    collect_gradients(choose_gradient_computer(model, resolve_task(total), batch).computer, batch)
+    assert (sizes.count(32), sizes.count(16)) == (2, 2)
+
+
 def test_a_list_of_the_tensors_of_each_sample_is_named_where_no_sample_alone_shows_it():
     """It is known which entries are a sample's only if there is a collate function to take one alone."""
     boxes = [torch.rand(4, 2) for _ in range(4)]
