@@ -273,6 +273,13 @@ def test_a_collate_function_that_leaves_samples_out_names_the_first_that_it_cann
     assert "collating sample 5 of the dataset alone" in raised.value.__notes__[0]
 
 
+@pytest.mark.parametrize("other", [None, (torch.zeros(2), None)])
+def test_a_sample_that_torch_cannot_collate_is_named(other):
+    with pytest.raises(TypeError, match="found .*NoneType") as raised:
+        list(Rows([*4 * [(torch.zeros(2), 1)], other]).batches(iter([np.arange(5)])))
+    assert "collating sample 4 of the dataset alone" in raised.value.__notes__[0]
+
+
 @pytest.mark.parametrize("samples", [[torch.zeros(2), torch.zeros(3)], [{"ids": [1, 2]}, {"ids": [1, 2, 3]}]])
 def test_samples_of_other_lengths_name_what_is_missing(samples):
     missing = r"collate=\.\.\., or a DataLoader with collate_fn=.*trak_lite\.pad_documents"

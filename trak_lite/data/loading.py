@@ -61,7 +61,13 @@ class Samples(Dataset[Any]):
                     "by it. Do not sort or roll samples in the collate function: "
                     "nn.utils.rnn.pack_padded_sequence(..., enforce_sorted=False) takes lengths in any order."
                 )
-            return self._marks.marked(self._collate(samples), lambda: self._collated(copies and copies[:1]))
+            try:
+                batch = self._collate(samples)
+            except (TypeError, RuntimeError):
+                if self._collate is default_collate:  # the error need not name a sample that is or holds None
+                    collated_alone(default_collate, samples, indices, self.what)
+                raise
+            return self._marks.marked(batch, lambda: self._collated(copies and copies[:1]))
 
     def _reorders(self, samples: list[Any]) -> bool:
         """Whether a batch of some samples has the entries of the samples collated alone in another order."""
