@@ -344,7 +344,7 @@ def test_mixing_that_one_or_two_samples_cannot_show_is_found_at_the_size_in_use(
 
     later = computer()
     collect_gradients(later, (rows(1).to(dtype),))
-    with pytest.raises(UnsupportedModelError, match=r"self-check failed.*may mix samples"):
+    with pytest.raises(UnsupportedModelError, match=r"self-check failed.*depends on the other samples"):
         collect_gradients(later, (rows(5).to(dtype),))
     with pytest.raises(UnsupportedModelError):
         collect_gradients(computer(), (rows(8).to(dtype),))

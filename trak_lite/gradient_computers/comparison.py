@@ -234,7 +234,7 @@ def _refuse(
     if name is not None:
         refuse_changing(computer, take_rows(batch, positions))
         difference = differences[name]
-        advice = computer.advice_for(batch_size(batch))
+        advice = computer.advice_for(batch)
         if dict(computer.model.named_parameters())[name]._backward_hooks:
             advice = (
                 f"{name!r} has tensor hooks (register_hook), which autograd applies to its gradient and this computer "

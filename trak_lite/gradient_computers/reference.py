@@ -49,8 +49,8 @@ class CheckedComputer(Protocol):
     autocast_dtype: torch.dtype | None
     float32_products: Float32Products
 
-    def advice_for(self, count: int, /) -> str:
-        """Return the end of the error message for a batch of so many samples: the likely cause, and an alternative."""
+    def advice_for(self, batch: Batch, /) -> str:
+        """Return the end of the error message for a batch: the likely cause, and an alternative."""
 
     def terms(self, batch: Batch, /) -> OutputTerms:
         """Return f, q and w of a batch under this computer's settings; f keeps its autograd graph."""

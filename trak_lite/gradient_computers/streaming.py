@@ -24,7 +24,12 @@ from trak_lite.errors import (
     UnsupportedModelError,
     refuse_machine_failure,
 )
-from trak_lite.gradient_computers._base import AbstractGradientComputer, collected, products_fingerprint
+from trak_lite.gradient_computers._base import (
+    AbstractGradientComputer,
+    collected,
+    products_fingerprint,
+    refusal,
+)
 from trak_lite.gradient_computers.comparison import compare, refuse_changing
 from trak_lite.gradient_computers.parameters import (
     Kept,
@@ -146,8 +151,8 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Return a part of a batch with some samples that shows as much of their gradients, and their places in it."""
         return batch, list(positions)
 
-    def advice_for(self, count: int) -> str:
-        """Return the end of the message of a failed self-check of a batch of so many samples."""
+    def advice_for(self, batch: Batch) -> str:
+        """Return the end of the message of a failed self-check of a batch."""
         return self.advice
 
     def _unchecked(self) -> Self:
@@ -351,7 +356,12 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         """Raise UnsupportedModelError if the block fails, but neither the sink nor the plain model does."""
         try:
             yield
-        except (TrakLiteError, torch.OutOfMemoryError):
+        except (TrakLiteError, torch.OutOfMemoryError) as error:
+            if type(error) is UnsupportedModelError and not self._takes_samples_alone:
+                try:
+                    self.look_at_halves(batch)
+                except UnsupportedModelError as cause:  # such as samples that depend on each other
+                    raise UnsupportedModelError(f"{refusal(error)} {cause}") from error
             raise
         except MODEL_FAILURES as error:
             if error is self._error_of_sink:

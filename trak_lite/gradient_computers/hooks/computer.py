@@ -34,7 +34,7 @@ from trak_lite.gradient_computers.parameters import (
     differentiating_only,
     select_parameters,
 )
-from trak_lite.gradient_computers.randomness import outputs_of, refusal_of_mixing
+from trak_lite.gradient_computers.randomness import depends_on_batch, outputs_of, refusal_of_mixing
 from trak_lite.gradient_computers.reach import Coverage, ParameterCoverage
 from trak_lite.gradient_computers.reference import WRONG_ALONE, SeenDtypes
 from trak_lite.gradient_computers.replays import Replays
@@ -158,10 +158,10 @@ class HookGradientComputer(AbstractStreamingComputer):
         self._paths.clear()
         self._sharded = None
 
-    def advice_for(self, count: int) -> str:
+    def advice_for(self, batch: Batch) -> str:
         """Return the end of the message of a failed self-check; see the base class."""
-        if count > 1:
-            return self.advice
+        if batch_size(batch) > 1:
+            return refusal_of_mixing(self.model) if depends_on_batch(self, batch) else self.advice
         return f"{WRONG_ALONE}, use other batch sizes, which leave no row alone, or gradient_computer='functional'."
 
     def repeated(self, batch: Batch, positions: Sequence[int]) -> Iterator[tuple[Self, Batch, list[int]]]:
