@@ -54,6 +54,7 @@ from trak_lite.gradient_computers import (
 )
 from trak_lite.gradient_computers.choice import require_computer
 from trak_lite.gradient_computers.normalization import Normalization
+from trak_lite.gradient_computers.parameters import is_quantised
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype
@@ -128,7 +129,7 @@ class TRAKer:
             proj_max_batch_size: Accepted for the original's signature; batches of any size are projected.
             projector_seed: Seed of the projection; not used if ``projector`` is given.
             grad_wrt: Names of the parameters to differentiate, in any order; ``None`` selects all, including frozen
-                ones.
+                ones, without those in wrappers of tensors (torchao), which have no gradient.
             lambda_reg: Absolute ridge term, in units of a squared feature.
 
         Raises:
@@ -152,7 +153,9 @@ class TRAKer:
         self.dtype = torch.float16 if use_half_precision else torch.float32
         self.lambda_reg = real_at_least(0.0, lambda_reg=lambda_reg)
         self.load_from_save_dir = load_from_save_dir
-        names = [name for name, _ in model.named_parameters()] if grad_wrt is None else grad_wrt
+        names = grad_wrt
+        if grad_wrt is None:
+            names = [name for name, p in model.named_parameters() if not is_quantised(p)]
         kept = select_parameters(model, names)  # in model order; without names also those that are frozen
         self.parameters: ParameterShapes = {name: tuple(p.shape) for name, p in kept.items()}
         self.grad_wrt = None if grad_wrt is None else list(self.parameters)

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from versioned import Old, Versioned
 
 from trak_lite import Attributor, TRAKer, verify
-from trak_lite.errors import CheckpointError
+from trak_lite.errors import CheckpointError, InvalidInputError
 
 
 def filled(value):
@@ -467,3 +467,14 @@ def test_checkpoints_are_told_apart_by_what_a_wrapper_of_tensors_holds():
 
     np.testing.assert_allclose(scores(states), 13 * scores(states[:1]), rtol=0.01)  # the mean of 1 and 25
     assert model.table.b.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_frozen_wrappers_of_tensors_are_left_out_and_refused_by_name(tmp_path):
+    """Those of torchao have no ``new_zeros``, and torch computes no gradient of them."""
+    made = TRAKer(WithFrozenTable(), "image_classification", 6, save_dir=tmp_path, proj_dim=4, device="cpu")
+    assert list(made.parameters) == ["layer.weight", "layer.bias"]
+    for named in (["table"], "*"):
+        with pytest.raises(
+            InvalidInputError, match=r"'table'.* TwoTensor: .* have no gradient. Leave them out of it"
+        ):
+            Attributor(WithFrozenTable(), "image_classification", None, grad_wrt=named)

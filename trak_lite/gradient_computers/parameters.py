@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from trak_lite.core.validate import known_names, some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models._adapters import frozen_adapter
+from trak_lite.models.sharded import is_dtensor
 
 ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
 """Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
@@ -53,7 +54,8 @@ def select_parameters(
         canonical: ``dict(model.named_parameters())``, if the caller has it.
 
     Raises:
-        InvalidInputError: If a name is unknown, a class has no parameter in the model, or nothing is selected.
+        InvalidInputError: If a name is unknown, a class has no parameter in the model, nothing is selected, or one is
+            quantised.
     """
     canonical = dict(model.named_parameters()) if canonical is None else canonical
     canonical = {name: p for name, p in canonical.items() if is_lazy(p) or p.numel()}
@@ -69,7 +71,7 @@ def select_parameters(
         return selected
     choices = set(listed(grad_wrt))
     if choices and choices <= canonical.keys():  # the usual case, in a fraction of the time
-        return {name: p for name, p in canonical.items() if name in choices}
+        return _without_quantised({name: p for name, p in canonical.items() if name in choices})
     wanted: set[int] = set()
     names: list[Any] = []
     every_name = dict(model.named_parameters(remove_duplicate=False))
@@ -87,6 +89,21 @@ def select_parameters(
     selected = {name: p for name, p in canonical.items() if id(p) in wanted}
     if not selected:
         raise InvalidInputError(f"The parameters in grad_wrt ({some_of(map(str, names))}) have no entries.")
+    return _without_quantised(selected)
+
+
+def is_quantised(parameter: nn.Parameter) -> bool:
+    """Whether it is frozen and a wrapper of other tensors, as torchao's weights, which have no gradient."""
+    is_wrapper = type(parameter) is not nn.Parameter and hasattr(parameter, "__tensor_flatten__")
+    return is_wrapper and not (parameter.requires_grad or is_dtensor(parameter))
+
+
+def _without_quantised(selected: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    if quantised := [name for name, p in selected.items() if is_quantised(p)]:
+        raise InvalidInputError(
+            f"grad_wrt names {some_of(map(repr, quantised))}, of the class {type(selected[quantised[0]]).__name__}: "
+            "weights in wrappers of other tensors, such as quantised ones, have no gradient. Leave them out of it."
+        )
     return selected
 
 

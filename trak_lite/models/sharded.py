@@ -33,7 +33,8 @@ def _imported(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def _is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a tensor of which each rank holds a part."""
     return isinstance(value, _imported(_TENSOR, "DTensor"))
 
 
@@ -63,7 +64,7 @@ def is_sharded(model: nn.Module | ModelTree) -> bool:
         return False
     parameters = model.parameters.values() if isinstance(model, ModelTree) else model.parameters()
     kinds = {type(p): p for p in parameters}
-    return any(map(_is_dtensor, kinds.values())) or bool(sharded_modules(model) or _modules_of(model, _FLAT))
+    return any(map(is_dtensor, kinds.values())) or bool(sharded_modules(model) or _modules_of(model, _FLAT))
 
 
 def reshard(model: nn.Module | ModelTree) -> None:
@@ -118,7 +119,7 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
     reshard(model)
     if _modules_of(model, _FLAT):
         raise _unsupported("FullyShardedDataParallel (FSDP1) is in it")
-    held = {name: p for name, p in model.named_parameters() if _is_dtensor(p)}
+    held = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
     managed = {id(p) for module in sharded_modules(model) for p in module.parameters()}
     for name, p in held.items():
         *others, last = p.placements  # type: ignore[attr-defined]
@@ -147,7 +148,7 @@ def _unsupported(cause: str) -> UnsupportedModelError:
 
 def of_all_ranks(tensor: Tensor) -> Tensor:
     """Return a whole tensor, gathered from all ranks if it is sharded; all ranks must call this."""
-    return tensor.full_tensor() if _is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shard_like(value: Any, held: Any) -> Any:
@@ -155,9 +156,9 @@ def shard_like(value: Any, held: Any) -> Any:
 
     A whole weight must be identical on all ranks.
     """
-    if not _is_dtensor(held):
+    if not is_dtensor(held):
         return of_all_ranks(value)
-    if _is_dtensor(value) and value.device_mesh == held.device_mesh and value.placements == held.placements:
+    if is_dtensor(value) and value.device_mesh == held.device_mesh and value.placements == held.placements:
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -294,7 +295,7 @@ class Lockstep:
             return cls()
         reshard(model)
         for p in model.parameters():
-            if _is_dtensor(p):
+            if is_dtensor(p):
                 mesh = p.device_mesh  # type: ignore[attr-defined]
                 return cls(mesh.get_group(mesh.ndim - 1), p.device)
         return cls()
