@@ -496,15 +496,16 @@ class FromData(nn.Module):
         elif self.kind == "drifting":
             weight.data.mul_(0.99)
         elif not (self.is_ready or self.ready):
-            weight.data.copy_(x.detach()[:1].expand(3, 4).to(weight.dtype))
-            self.is_ready = self.kind == "attribute"
+            first = x.detach()[:1] * (torch.nan if self.kind == "spread" else 1)  # of one sample
+            weight.data.copy_(first.expand(3, 4).to(weight.dtype))
+            self.is_ready = self.kind in ("attribute", "spread")
             self.ready.fill_(self.kind == "buffer")
         return self.linear(x)
 
 
 @pytest.mark.parametrize("engine", ["auto", "hook", "iterative"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["attribute", "buffer", "drifting"])
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "drifting", "spread"])
 def test_parameters_that_a_pass_sets_behind_autograd_are_refused(kind, dtype, engine):
     model = FromData(kind).to(dtype)
     weight = model.linear.weight.detach().clone()

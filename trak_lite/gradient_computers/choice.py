@@ -16,6 +16,7 @@ from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
 from trak_lite.gradient_computers.parameters import ParameterChoice, select_parameters
+from trak_lite.gradient_computers.randomness import ChangedParametersError
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.types import Batch
@@ -83,7 +84,7 @@ def choose_gradient_computer(
         try:
             computer.stream_gradients(few, lambda _: None)
             computer.look_at_halves(batch)
-        except InvalidInputError:
+        except (InvalidInputError, ChangedParametersError):
             raise
         except Exception as error:  # of the model's code; named in the reason, and raised if all fail
             refuse_machine_failure(error)

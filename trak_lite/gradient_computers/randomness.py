@@ -277,15 +277,19 @@ def parameter_sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 def changed_sizes(
     model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float = _ROUNDING
 ) -> set[str]:
-    """Return the names of parameters whose norm or sum differs by more than rounding."""
+    """Return the names of parameters whose norm or sum differs by more than rounding, or is NaN, if rounding is given.
+
+    Without rounding, NaN is equal to NaN.
+    """
     now, parameters = parameter_sizes(model), dict(model.named_parameters())
     names = set()
     for name in now.keys() & before.keys():
         most = max(rounding, rounding and torch.finfo(parameters[name].dtype).eps / 2) * float(
             before[name][0]
         )
-        if any(float((a - b).abs()) > most for a, b in zip(now[name], before[name], strict=True)):
-            names.add(name)
+        for a, b in zip(now[name], before[name], strict=True):
+            if float((a - b).abs()) > most or bool(a.isnan()) > (not rounding and bool(b.isnan())):
+                names.add(name)
     return names
 
 
