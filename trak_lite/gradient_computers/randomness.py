@@ -101,10 +101,10 @@ def outputs_of(computer: CheckedComputer, parts: Iterable[Batch], seed: int = 0)
     return outputs
 
 
-def differ(values: Tensor) -> bool:
+def differ(values: Tensor, rounding: float = 1e-3) -> bool:
     """Whether f of some samples ``(passes, B)`` differs between passes by more than rounding; false if any is NaN."""
     wide = values.to(wide_dtype(values.device))
-    return float((wide - wide[0]).abs().max()) > 1e-3 * float(wide.abs().max())
+    return float((wide - wide[0]).abs().max()) > rounding * float(wide.abs().max())
 
 
 class _Draws(TorchFunctionMode):
