@@ -137,6 +137,18 @@ def test_scores_of_rows_that_were_computed_again_say_so():
     assert made.score(TARGETS, "test").shape == (N, 5)
 
 
+def test_scores_with_a_checkpoint_that_was_lost_and_made_again_say_so():
+    made = attributor(None)
+    made.featurize(rows(N), states())
+    made.score(TARGETS, "test")
+    made.drop_checkpoint("ckpt-0")
+    made.featurize(rows(N), states())
+    with pytest.raises(
+        errors.ManifestMismatchError, match=r"a checkpoint that was lost .*drop_scores\('test'\)"
+    ):
+        made.score(TARGETS, "test")
+
+
 @pytest.mark.parametrize("grown", [False, True])
 def test_a_growth_that_was_interrupted_is_finished_by_the_next_run(tmp_path, monkeypatch, grown):
     """Before the first table grows, or after it."""

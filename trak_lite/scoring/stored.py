@@ -283,10 +283,13 @@ class ScoreResult:
         table = self.source.store.open_table(self._path)
         _refuse_outgrown(self.source.name, table.spec, self._spec)
         there, here = table.spec.fingerprint, self._spec.fingerprint
-        if [key for key, *_ in differing_keys(there, here)] == ["train_rows"]:
+        changed = {key for key, *_ in differing_keys(there, here)}
+        one, other = ([sorted(of[key]) for key in ("checkpoints", "train_rows")] for of in (there, here))
+        if changed <= {"checkpoints", "train_rows"} and one[0] == other[0] and one[1] != other[1]:
             raise ManifestMismatchError(
                 f"{self._path} was made from the same checkpoints and settings, but their train rows were computed "
-                "again since and have other bits (another batch size, or another processor). "
+                "again since and have other bits (another batch size or processor, or a checkpoint that was lost or "
+                "dropped and got a new number, and with it another projection). "
                 f"drop_scores({self.source.name!r}) and score again, or score under another name."
             )
         stored, passed = len(there["checkpoints"]), len(here["checkpoints"])
