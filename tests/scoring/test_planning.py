@@ -77,6 +77,7 @@ def test_a_plan_of_a_language_model_tells_its_fit(tmp_path):
     assert plan.disk["fit, while it runs"] == 60 * made.layout.width * 4  # 4 x 8 gradients, of 30 rows twice
     assert plan.seconds["scores"].mean == 0
     assert made.featurize(data).rows_written == 30
+    assert plan.disk["kernels"] == sum(file.stat().st_size for file in (path / "fisher").rglob("c.*"))
 
 
 def test_a_plan_takes_the_rows_and_the_batches_of_the_data(tmp_path):

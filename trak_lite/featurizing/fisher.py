@@ -83,6 +83,13 @@ def drawn_spec(
     return dataclasses.replace(spec, chunk_rows=max(spec.chunk_rows // group, 1) * group), at_once
 
 
+def gram_spec(layout: FeatureLayout, fingerprint: Mapping[str, Any]) -> TableSpec:
+    """Return the spec of the table of a fit's gram matrices."""
+    widest = max(segment.width for segment in layout.segments)
+    column = Column(_GRAM, widest, "float32")  # rounds less than the error of the estimate
+    return TableSpec(layout.width, (column,), _GRAM_ROWS, fingerprint)
+
+
 def drawn_batch_size(batch_size: int, num_draws: int, at_once: int) -> int:
     """Return the largest size up to ``batch_size`` of batches that end where a group of train rows does.
 
@@ -197,17 +204,12 @@ class FisherFits:
 
         The products after the diagonal may be missing. Rows of narrower segments than the widest end in zeros.
         """
-        widest = max(segment.width for segment in self.layout.segments)
-        spec = TableSpec(
-            self.layout.width,
-            (Column(_GRAM, widest, "float32"),),  # rounds less than the error of the estimate
-            _GRAM_ROWS,
-            drawn.spec.fingerprint,
-        )
+        spec = gram_spec(self.layout, drawn.spec.fingerprint)
         scale = num_rows / drawn.spec.num_rows  # from drawn samples to a sum over the train rows
         device = work.passes.device
         table = self.store.create_table(path, spec)
         # For all rounds: the first use of new memory takes longer than the products.
+        widest = max(segment.width for segment in self.layout.segments)
         memory = torch.empty(_GRAM_ROWS, widest, dtype=wide_dtype(device), device=device)
         with SharedRows(table, _GRAM_ROWS, label="Gram matrices", progress=False, ranks=work.ranks) as shared:
             for wanted in (wanted for batches in shared.rounds(wait=wait) for wanted in batches):

@@ -27,7 +27,7 @@ from torch import Tensor
 from trak_lite.core.devices import wide_dtype
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import StateError, StoreError
-from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec
+from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec, gram_spec
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows
@@ -374,7 +374,7 @@ def _disk(
 ) -> dict[str, int]:
     layout, kernel, kernels = settings.method.layout_of(settings.layout), settings.method.kernel, 0
     if kernel is not None and kernel.weighting == "fisher":
-        kernels = layout.width * max(segment.width for segment in layout.segments) * 4
+        kernels = stored_bytes(gram_spec(layout, {}))
     elif kernel is not None and num_targets and num_rows >= CACHED_ROWS:
         kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
     inverse = settings.method.inverse is not None
