@@ -217,6 +217,11 @@ def test_weights_that_stand_for_other_entries_are_refused(tmp_path):
         attributor_of(tmp_path, tuned("Shira", by=1.0, r=1, random_seed=2)).featurize(ROWS, tmp_path / "a")
 
 
+def test_weights_without_the_adapters_are_refused_as_these(tmp_path):
+    with pytest.raises(CheckpointError, match=r"weights of the model without its adapters.*adapter_model"):
+        attributor_of(tmp_path, adapted("default")).featurize(ROWS, [base().double().state_dict()])
+
+
 OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 IDS = TensorDataset(torch.arange(3, 27).reshape(4, 6))
 

@@ -193,6 +193,11 @@ def _load_state(
                 f"All names have the prefix {prefix!r} there: pass a checkpoint_loader that removes it, or for a file "
                 f"of Lightning {loader}."
             )
+        elif any(".base_layer." in name for name in missing) and not any("base_" in name for name in entries):
+            advice = (
+                "These are weights of the model without its adapters. Load them before the adapters are added, and "
+                "pass the files of adapters (adapter_model.safetensors), or state dicts of the model as it is."
+            )
         raise CheckpointError(
             f"Checkpoint {checkpoint.source or checkpoint.name!r} does not fit {class_of(model).__name__}: {text}. "
             f"{advice}"
