@@ -377,8 +377,7 @@ def _disk(
         kernels = stored_bytes(gram_spec(layout, {}))
     elif kernel is not None and num_targets and num_rows >= CACHED_ROWS:
         kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
-    inverse = settings.method.inverse is not None
-    targets = settings.target_table(num_targets or 1, {}, preconditioned=inverse)
+    targets = settings.target_table(num_targets or 1, {}, preconditioned=settings.method.inverse is not None)
     return {
         "rows": count * stored_bytes(settings.train_table(num_rows, {})),
         "targets": num_targets and count * stored_bytes(targets),
