@@ -493,6 +493,9 @@ class FromData(nn.Module):
         weight = self.linear.weight
         if self.kind == "limited":
             weight.data = weight.data.clamp(-0.3, 0.3)
+        elif self.kind == "limited in place":
+            with torch.no_grad():
+                weight.clamp_(-0.3, 0.3)
         elif self.kind == "drifting":
             weight.data.mul_(0.99)
         elif not (self.is_ready or self.ready):
@@ -560,6 +563,13 @@ def test_parameters_that_a_hook_limits_to_the_same_values_are_right(engine):
 def test_parameters_that_every_pass_limits_to_the_same_values_are_right():
     states = [copied(FromData("limited"))]
     assert_right(scores(FromData("limited"), states=states), lambda: FromData("limited"), states)
+
+
+def test_parameters_that_every_pass_limits_in_place_are_refused_with_what_helps():
+    model = FromData("limited in place").eval()
+    model(TRAIN.tensors[0])  # no later pass changes a value
+    with pytest.raises(UnsupportedModelError, match=r"writes into 1 of .*'linear.weight', .*may.*\.data"):
+        attributed(model, "auto").featurize(TRAIN)
 
 
 class Hooking(nn.Module):

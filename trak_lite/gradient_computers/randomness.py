@@ -319,7 +319,9 @@ class ChangedParametersError(UnsupportedModelError):
     """A pass changes parameters, which the next pass need not do."""
 
 
-def refuse_changed_parameters(model: nn.Module, names: Collection[str], which: str = "forward") -> None:
+def refuse_changed_parameters(
+    model: nn.Module, names: Collection[str], which: str = "forward", *, does: str = "changes"
+) -> None:
     """Raise if a pass has changed parameters: rows of one checkpoint would belong to two models."""
     if names:
         first = next(name for name, _ in model.named_parameters() if name in names)
@@ -329,10 +331,16 @@ def refuse_changed_parameters(model: nn.Module, names: Collection[str], which: s
                 "If only the first pass changes them, call model.eval() and run one pass before you create the "
                 "Attributor."
             )
+        would = "would"
+        if does == "writes into":  # perhaps the values that are there
+            would = "may"
+            remedy += (
+                " If every pass writes the same values (a limit), let it write to their .data or to a copy."
+            )
         raise ChangedParametersError(
-            f"The {which} pass of {class_of(model).__name__} in eval mode changes {len(names)} of its parameters, the "
-            f"first of them {first!r}, so rows would not be those of the checkpoint. Expected a {which} pass that only "
-            f"reads them. {remedy}"
+            f"The {which} pass of {class_of(model).__name__} in eval mode {does} {len(names)} of its parameters, the "
+            f"first of them {first!r}, so rows {would} not be those of the checkpoint. Expected a {which} pass "
+            f"that only reads them. {remedy}"
         )
 
 
@@ -348,7 +356,7 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
     except SelfCheckError:  # of which a hook may be the cause
         refuse_changed_parameters(model, changed_sizes(model, sizes), "backward")
         raise
-    refuse_changed_parameters(model, changed_parameters(model, versions))
+    refuse_changed_parameters(model, changed_parameters(model, versions), does="writes into")
     refuse_changed_parameters(model, changed_sizes(model, sizes), "backward")
 
 
