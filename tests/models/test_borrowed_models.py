@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, TensorDataset
 
 from trak_lite import Attributor, Rows, TRAKer, methods, token_scores
-from trak_lite.errors import CheckpointError, UnsupportedModelError
+from trak_lite.errors import CheckpointError, InvalidInputError, UnsupportedModelError
 from trak_lite.methods import GradDot
 from trak_lite.modelout_functions import AbstractModelOutput, reference_columns
 from trak_lite.types import OutputTerms
@@ -570,6 +570,22 @@ def test_parameters_that_every_pass_limits_in_place_are_refused_with_what_helps(
     model(TRAIN.tensors[0])  # no later pass changes a value
     with pytest.raises(UnsupportedModelError, match=r"writes into 1 of .*'linear.weight', .*may.*\.data"):
         attributed(model, "auto").featurize(TRAIN)
+
+
+class Padding(nn.Linear):
+    """Keeps padding with the size of its first batch, as PixelCNN++."""
+
+    padding = None
+
+    def forward(self, x):
+        if self.padding is None:
+            self.padding = torch.ones(len(x), 1, dtype=x.dtype)
+        return super().forward(torch.cat([x, self.padding], 1))
+
+
+def test_a_tensor_with_the_size_of_an_earlier_batch_is_a_named_cause():
+    with pytest.raises(InvalidInputError, match="keeps no tensor with the size of an earlier batch"):
+        attributed(Padding(5, 3), "auto").featurize(TRAIN)
 
 
 class Hooking(nn.Module):

@@ -161,8 +161,8 @@ def _failed(error: BaseException, model: nn.Module, task: AbstractModelOutput) -
         )
     return (
         f"{class_of(model).__name__}{line}",
-        "Check that the samples have the shapes and dtypes that the model takes, and that the task passes them as the "
-        "model expects.",
+        "Check that the samples have the shapes and dtypes that the model takes, that the task passes them as the "
+        "model expects, and that the model keeps no tensor with the size of an earlier batch.",
     )
 
 
