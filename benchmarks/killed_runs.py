@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -24,15 +25,16 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+import trak_lite
 from trak_lite import Attributor, TRAKer, verify
 from trak_lite import cli as command_line
-from trak_lite.core import failpoints
 from trak_lite.errors import InvalidInputError, MissingStoreError
 from trak_lite.methods import EKFAC, Fisher
 from trak_lite.store import AbstractRowTable, RemotePlace, check_store, open_store
@@ -45,12 +47,12 @@ PATIENCE = 150
 MOST_ATTEMPTS = 6
 """Kills of one run; then it is let go on to its end."""
 N, M, CLASSES = 96, 5, 3
-_ALL_FAILPOINTS = (
-    *failpoints.FAILPOINTS,
-    *failpoints.DROP_FAILPOINTS,
-    *failpoints.GROWTH_FAILPOINTS,
-    *failpoints.REMOTE_FAILPOINTS,
+_FAILPOINTS = sorted(
+    name
+    for path in Path(trak_lite.__file__).parent.rglob("*.py")
+    for name in re.findall(r'(?:failpoint\(|step=)"(\w+)"', path.read_text())
 )
+"""Steps of the store at which a process may be killed."""
 
 
 def samples(count, seed):
@@ -496,7 +498,7 @@ class Kills:
         want, seconds = self._undisturbed(name)
         for _ in range(pick.randint(1, MOST_ATTEMPTS)):
             by_step = pick.random() < 0.5
-            step = f"{pick.choice(_ALL_FAILPOINTS)}:{pick.randint(1, 12)}" if by_step else None
+            step = f"{pick.choice(_FAILPOINTS)}:{pick.randint(1, 12)}" if by_step else None
             children = [
                 fork(path.run, folder, failpoint=step if place == 0 else None)
                 for place in range(path.processes)

@@ -15,10 +15,10 @@ import struct
 from dataclasses import replace
 from unittest import mock
 
+import failpoints
 import numpy as np
 import pytest
 
-from trak_lite.core import failpoints
 from trak_lite.core.checksums import crc32c
 from trak_lite.errors import StoreError
 from trak_lite.store import (
