@@ -319,7 +319,7 @@ WRONG_QUESTIONS = [
     (["--remove", "9-3"], "--remove: '9-3' ends before it begins. Use 3-9."),
     (["--remove", "0-39999999999"], "no range of at most 10,000,000 rows"),
     (["--target", "x", "--goal", "1"], "--target must be a number, got 'x'"),
-    (["--remove", "40"], "rows must be among the rows 0 to 39, got [40]."),
+    (["--remove", "40"], "rows of the train data must lie between 0 and 39, got [40]."),
     (["--where", "source=web"], "source"),
 ]
 

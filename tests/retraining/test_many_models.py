@@ -292,8 +292,8 @@ def test_models_that_share_parts_are_refused(shared):
 @pytest.mark.parametrize(
     ("rows", "seen"),
     [
-        ([0, N], rf"hold \[{N}\], but it has rows 0 to {N - 1}"),
-        ([-1], r"hold \[-1\]"),
+        ([0, N], rf"must lie between 0 and {N - 1}, got \[{N}\]"),
+        ([-1], r"got \[-1\]"),
         (MASKS[0], "must be a list of integers"),
         ([0.5], "must be a list of integers"),
         ([], "no row to train on"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.errors import InvalidInputError, MissingPackageError, TrakLiteError, UnknownNameError
 
@@ -149,3 +150,20 @@ def target_number(target: Any, count: int, name: str) -> int:
     if isinstance(target, bool) or not isinstance(target, int | np.integer) or not -count <= target < count:
         raise InvalidInputError(f"There is no target {target}: {name!r} has targets 0 to {count - 1}.")
     return int(target) % count
+
+
+def row_numbers(count: int, what: str, **named: ArrayLike) -> NDArray[np.int64]:
+    """Return the one keyword value as an array if it is a list of numbers below ``count`` of rows of ``what``."""
+    ((name, value),) = named.items()
+    numbers = np.asarray(value)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise InvalidInputError(
+            f"{name} must be a list of integers, got {numbers.dtype} of shape {numbers.shape}. Pass row numbers, such "
+            "as the indices of a Selection."
+        )
+    outside = numbers[(numbers < 0) | (numbers >= count)]
+    if outside.size:
+        raise InvalidInputError(
+            f"{name} of {what} must lie between 0 and {count - 1}, got {outside[:5].tolist()}."
+        )
+    return numbers.astype(np.int64)

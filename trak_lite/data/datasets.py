@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trak_lite.core.validate import positive_int, require_function, some_of
+from trak_lite.core.validate import positive_int, require_function, row_numbers, some_of
 from trak_lite.data.batches import (
     DEFAULT_BATCH_SIZE,
     flatten_batch,
@@ -123,7 +123,7 @@ class Rows(_AsTheyAre):
         self.may_be_zero = True
         """Whether the user is to be told if all computed rows are zero; once per call."""
         self._size = len(self.dataset)
-        self._indices = None if indices is None else checked_indices(indices, self._size, what)
+        self._indices = None if indices is None else row_numbers(self._size, what, indices=indices)
         if len(self) == 0:
             raise InvalidInputError(f"No rows in {what}. There must be at least one.")
 
@@ -351,21 +351,6 @@ def _are_columns(dataset: Any) -> bool:
     if isinstance(dataset, list) and not any(shape[1:] in ((), (1,)) for shape in shapes):
         return False
     return 1 < len(shapes) == len(dataset) <= _MOST_COLUMNS and len({shape[0] for shape in shapes}) == 1
-
-
-def checked_indices(indices: Sequence[int] | RowNumbers, size: int, what: str) -> RowNumbers:
-    """Return indices into a dataset as an array."""
-    numbers = np.asarray(indices)
-    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
-        raise InvalidInputError(
-            f"indices must be a list of integers, got shape {numbers.shape} of {numbers.dtype}."
-        )
-    outside = numbers[(numbers < 0) | (numbers >= size)]
-    if outside.size:
-        raise InvalidInputError(
-            f"indices of {what} hold {outside[:5].tolist()}, but it has rows 0 to {size - 1}. Use indices inside it."
-        )
-    return numbers.astype(np.int64)
 
 
 @final

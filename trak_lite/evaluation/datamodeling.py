@@ -19,10 +19,9 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite.core.validate import integer_at_least, positive_int
+from trak_lite.core.validate import integer_at_least, positive_int, row_numbers
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, exact_sums, finite_array, finite_matrix
-from trak_lite.evaluation.subsets import row_numbers
 
 FEWEST_SUBSETS: Final = 5
 """With fewer the order of the subsets is right by chance in more than 2.5 % of cases (1 of 24 for 4 subsets)."""
@@ -318,7 +317,7 @@ def leave_one_out_correlation(
     values = finite_matrix(scores, "scores")
     # Use -score instead of total minus score: rounding of the difference would break ties.
     return linear_datamodeling_score(
-        -values[row_numbers(rows, len(values))],
+        -values[row_numbers(len(values), "the train data", rows=rows)],
         None,
         outputs,
         num_resamples=num_resamples,

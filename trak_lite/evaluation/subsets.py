@@ -13,7 +13,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trak_lite.core.validate import integer_at_least, one_of, positive_int
+from trak_lite.core.validate import integer_at_least, one_of, positive_int, row_numbers
 from trak_lite.errors import InvalidInputError
 from trak_lite.evaluation._arrays import coverage, finite_array, finite_matrix
 
@@ -174,28 +174,12 @@ def leave_one_out_masks(num_rows: int, rows: Sequence[int] | NDArray[np.integer]
         [[True, True, False], [False, True, True]]
     """
     num_rows = positive_int(num_rows=num_rows)
-    left_out = row_numbers(rows, num_rows)
+    left_out = row_numbers(num_rows, "the train data", rows=rows)
+    if not len(left_out):
+        raise InvalidInputError("rows must contain at least one row number, got none.")
     masks = np.ones((len(left_out), num_rows), np.bool_)
     masks[np.arange(len(left_out)), left_out] = False
     return masks
-
-
-def row_numbers(rows: Sequence[int] | NDArray[np.integer], num_rows: int) -> NDArray[np.int64]:
-    """Return row numbers as an array after checking that each is between 0 and ``num_rows - 1``."""
-    numbers = np.asarray(rows)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise InvalidInputError(
-            f"rows must be a list of integers, got {numbers.dtype} of shape {numbers.shape}. Pass row numbers, such as "
-            "the indices of a Selection."
-        )
-    if not len(numbers):
-        raise InvalidInputError("rows must contain at least one row number, got none.")
-    missing = numbers[(numbers < 0) | (numbers >= num_rows)]
-    if len(missing):
-        raise InvalidInputError(
-            f"rows must be among the rows 0 to {num_rows - 1}, got {missing[:5].tolist()}."
-        )
-    return numbers.astype(np.int64)
 
 
 def _groups(num_rows: int, strata: ArrayLike | None) -> list[NDArray[np.int64]]:

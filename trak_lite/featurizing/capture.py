@@ -26,10 +26,10 @@ from torch import Tensor
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.files import open_folder
 from trak_lite.core.folders import make_folders, whole_file
-from trak_lite.core.validate import writing
+from trak_lite.core.validate import row_numbers, writing
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.column_marks import ColumnMarks
-from trak_lite.data.datasets import RowNumbers, Rows, checked_indices
+from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.data.packed import BORDERS, Documents
 from trak_lite.errors import InvalidInputError, ManifestMismatchError, StateError, UnsupportedModelError
 from trak_lite.featurizing.passes import RowPass
@@ -146,7 +146,7 @@ class Capture:
                 "another one, with another name, for another epoch."
             )
         positions = np.asarray(rows.cpu() if isinstance(rows, Tensor) else rows).reshape(-1)
-        numbers = checked_indices(positions, len(self._rows), self._rows.what)
+        numbers = row_numbers(len(self._rows), self._rows.what, rows=positions)
         batch = self._marks.marked(batch)
         borders = [name for name in BORDERS if name in batch] if isinstance(batch, Mapping) else []
         if borders and len(numbers) > 1 and len(batch.get("input_ids", ())) == 1:

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.core.validate import row_numbers
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StateError
 from trak_lite.evaluation import subset_masks, summed_scores
 from trak_lite.evaluation.calibration import fit_weights
 from trak_lite.evaluation.datamodeling import compared_scores
-from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.linalg.products import unit_rows
@@ -118,8 +118,10 @@ def calibrate(
         StateError: If the scores were not computed from stored rows.
     """
     num_rows, count = teacher.shape
-    chosen = np.arange(count) if targets is None else row_numbers(targets, scores.shape[1])
-    inside = len(set(chosen.tolist())) == count and bool(((chosen >= 0) & (chosen < scores.shape[1])).all())
+    chosen = (
+        np.arange(count) if targets is None else row_numbers(scores.shape[1], "the scores", targets=targets)
+    )
+    inside = len(set(chosen.tolist())) == count <= scores.shape[1]
     if num_rows != len(scores) or not inside or count < _FEWEST_TEACHERS:
         raise InvalidInputError(
             f"The teacher must have the {len(scores)} train rows of the scores, and at least {_FEWEST_TEACHERS} of "

@@ -15,12 +15,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from trak_lite.core.devices import undisturbed
-from trak_lite.core.validate import some_of
+from trak_lite.core.validate import row_numbers, some_of
 from trak_lite.data.batches import flatten_batch, rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, printable
 from trak_lite.evaluation._arrays import coverage
-from trak_lite.evaluation.subsets import row_numbers
 from trak_lite.evaluation.trials import (
     Array,
     EffectInterval,
@@ -280,7 +279,7 @@ def _numbers(rows: ArrayLike | None, num_rows: int, what: str) -> NDArray[np.int
         array = np.flatnonzero(array)
     if not array.size:
         return np.empty(0, np.int64)
-    numbers = row_numbers(array, num_rows)
+    numbers = row_numbers(num_rows, "the train data", rows=array)
     if len(np.unique(numbers)) < len(numbers):
         raise InvalidInputError(f"{what} names a row twice. Name each row once.")
     return numbers

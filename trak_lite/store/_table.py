@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.json_text import canonical_json
-from trak_lite.core.validate import some_of
+from trak_lite.core.validate import row_numbers, some_of
 from trak_lite.errors import IncompleteStoreError, InvalidInputError, ReadOnlyStoreError, StateError
 from trak_lite.store._columns import Column, StoredRows, TableSpec
 from trak_lite.store._grid import shape_to_json
@@ -182,20 +182,9 @@ class AbstractRowTable(ABC):
             InvalidInputError: If a row is out of range, or ``rows`` are not integers.
             IncompleteStoreError: If a row is in an uncommitted chunk.
         """
-        wanted = np.asarray(rows)
-        if wanted.size == 0:
-            return self._empty(column, 0)
-        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise InvalidInputError(
-                f"rows must be a list of integers, got {wanted.dtype} of shape {wanted.shape}."
-            )
-        if wanted.min() < 0 or wanted.max() >= self.spec.num_rows:
-            raise InvalidInputError(
-                f"Rows {wanted.min()} to {wanted.max()} are not all in the table, which has rows 0 to "
-                f"{self.spec.num_rows - 1}."
-            )
+        wanted = row_numbers(self.spec.num_rows, "the table", rows=rows)
         out = self._empty(column, len(wanted))
-        chunk_of, row_in = np.divmod(wanted.astype(np.int64), self.spec.chunk_rows)
+        chunk_of, row_in = np.divmod(wanted, self.spec.chunk_rows)
         for chunk in np.unique(chunk_of).tolist():
             here = chunk_of == chunk
             out[here] = self.stored_chunk(chunk, column)[row_in[here]].decode()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trak_lite.data.datasets import checked_indices
+from trak_lite.core.validate import row_numbers
 from trak_lite.errors import InvalidInputError, NonFiniteError
 from trak_lite.unrolled.optimizers import State
 from trak_lite.unrolled.program import Program, naming_failures, repeatable
@@ -71,7 +71,7 @@ class SubsetTraining:
         return trained_side_by_side(self.recipe, weights, everything if self.keep_order else chosen, seeds)
 
     def _checked(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        indices = checked_indices(rows, len(self.recipe.rows), self.recipe.rows.what)
+        indices = row_numbers(len(self.recipe.rows), self.recipe.rows.what, indices=rows)
         if not len(indices):
             raise InvalidInputError("There is no row to train on. Give the number of at least one train row.")
         return indices
