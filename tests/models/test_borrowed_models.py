@@ -545,6 +545,7 @@ def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine
 @pytest.mark.parametrize("engine", ["hook", "iterative"])
 def test_parameters_that_a_hook_limits_to_the_same_values_are_right(engine):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 30))
+    model.not_used = nn.Parameter(torch.full((3,), torch.nan), requires_grad=False)
 
     def limit(module, *_):
         module.weight.data.div_(module.weight.data.norm(dim=1, keepdim=True))

@@ -240,8 +240,10 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
                 except Exception as error:  # the user's model need not take these values
                     refuse_machine_failure(error)
                     draws(parts[-1])
-                # A limit of their norms changes them once. What is computed from samples changes them again.
-                refuse_changed_parameters(computer.model, changed_sizes(computer.model, weights) & changed)
+                # A limit of their norms changes them once. What is computed from samples changes them again, or is NaN.
+                again = {name for name in changed if weights[name][1].isnan()}
+                again |= changed_sizes(computer.model, weights) & changed
+                refuse_changed_parameters(computer.model, again)
             _refuse_changed_buffers(computer, parts, buffers)
         if not is_random:
             return
@@ -277,18 +279,15 @@ def parameter_sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 def changed_sizes(
     model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], rounding: float = _ROUNDING
 ) -> set[str]:
-    """Return the names of parameters whose norm or sum differs by more than rounding, or is NaN, if rounding is given.
-
-    Without rounding, NaN is equal to NaN.
-    """
-    now, parameters = parameter_sizes(model), dict(model.named_parameters())
+    """Return the names of parameters whose norm or sum differs by more than rounding; NaN is equal to NaN."""
+    now, parameters = parameter_sizes(model) if before else {}, dict(model.named_parameters())
     names = set()
     for name in now.keys() & before.keys():
         most = max(rounding, rounding and torch.finfo(parameters[name].dtype).eps / 2) * float(
             before[name][0]
         )
         for a, b in zip(now[name], before[name], strict=True):
-            if float((a - b).abs()) > most or bool(a.isnan()) > (not rounding and bool(b.isnan())):
+            if float((a - b).abs()) > most or bool(a.isnan() != b.isnan()):
                 names.add(name)
     return names
 
