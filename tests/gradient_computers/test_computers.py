@@ -843,6 +843,13 @@ def test_samples_that_depend_on_a_larger_batch_than_the_first_are_refused(output
         collect_gradients(computer, (x,))
 
 
+def test_a_batch_of_one_tensor_of_integers_is_compared_in_float64():
+    task = resolve_task(lambda model_call, ids: model_call(ids).sum(1) + (torch.arange(len(ids)) > 9))
+    computer = HookGradientComputer(nn.Embedding(9, 2).eval(), task)
+    with pytest.raises(UnsupportedModelError, match="depends on the other samples"):
+        collect_gradients(computer, torch.arange(16) % 9)
+
+
 def passes_of(model):
     """Return a list that gets the size of every batch that the model runs on."""
     sizes = []
