@@ -218,8 +218,11 @@ def test_weights_that_stand_for_other_entries_are_refused(tmp_path):
 
 
 def test_weights_without_the_adapters_are_refused_as_these(tmp_path):
+    made = attributor_of(tmp_path, adapted("default"))
     with pytest.raises(CheckpointError, match=r"weights of the model without its adapters.*adapter_model"):
-        attributor_of(tmp_path, adapted("default")).featurize(ROWS, [base().double().state_dict()])
+        made.featurize(ROWS, [base().double().state_dict()])
+    with pytest.raises(CheckpointError, match="Build the model that the checkpoint was saved from"):
+        made.featurize(ROWS, [{"conv.weight": torch.zeros(3)}])
 
 
 OF_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

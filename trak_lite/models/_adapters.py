@@ -27,7 +27,8 @@ _VECTOR = "lora_magnitude_vector"
 _RANKS = "ranknum"
 """A number of AdaLoRA beside its weights that is not trained and not saved: its setting ``init_r``."""
 _PROMPTS = "prompt_embeddings"
-_OUTER = "base_model.model."
+OUTER = "base_model.model."
+"""What names of a PeftModel begin with."""
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 """Part of names, which activation checkpointing leaves out of state dicts."""
 _PROJECTIONS = ("projection_prng_key", "projection_seed", "proj_seed", "regularization_alpha")
@@ -227,7 +228,7 @@ def completed_adapters(
     state: dict[str, Any] = {}
     frozen = {name: base[name] for name in held if name in base}
     # A model of Transformers with add_adapter saves its adapter under the names of a PeftModel.
-    prefix = "" if any(name.startswith(_OUTER) for name in held) else _OUTER
+    prefix = "" if any(name.startswith(OUTER) for name in held) else OUTER
     for adapter, saved in adapters.items():
         names = _saved_names(model, held, adapter)
         weights = {name.removeprefix(prefix): value for name, value in saved.items()}

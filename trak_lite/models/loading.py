@@ -18,7 +18,13 @@ from trak_lite.core.devices import undisturbed
 from trak_lite.core.eval_caches import in_modes, own_modes
 from trak_lite.core.validate import some_of
 from trak_lite.errors import MODEL_FAILURES, CheckpointError, refuse_machine_failure
-from trak_lite.models._adapters import ADAPTER_FILES, adapter_files, completed_adapters, unnamed_adapter
+from trak_lite.models._adapters import (
+    ADAPTER_FILES,
+    OUTER,
+    adapter_files,
+    completed_adapters,
+    unnamed_adapter,
+)
 from trak_lite.models.checkpoints import (
     EXTRA_STATE,
     INDEX,
@@ -193,7 +199,9 @@ def _load_state(
                 f"All names have the prefix {prefix!r} there: pass a checkpoint_loader that removes it, or for a file "
                 f"of Lightning {loader}."
             )
-        elif any(".base_layer." in name for name in missing) and not any("base_" in name for name in entries):
+        elif not any(".base_layer." in name for name in entries) and any(
+            name.replace(".base_layer.", ".").removeprefix(OUTER) in entries for name in missing
+        ):
             advice = (
                 "These are weights of the model without its adapters. Load them before the adapters are added, and "
                 "pass the files of adapters (adapter_model.safetensors), or state dicts of the model as it is."
