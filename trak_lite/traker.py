@@ -129,7 +129,7 @@ class TRAKer:
             proj_max_batch_size: Accepted for the original's signature; batches of any size are projected.
             projector_seed: Seed of the projection; not used if ``projector`` is given.
             grad_wrt: Names of the parameters to differentiate, in any order; ``None`` selects all, including frozen
-                ones, without those in wrappers of tensors (torchao), which have no gradient.
+                ones, without integers (bitsandbytes) and those in wrappers of tensors (torchao): they have no gradient.
             lambda_reg: Absolute ridge term, in units of a squared feature.
 
         Raises:

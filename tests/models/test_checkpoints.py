@@ -448,6 +448,7 @@ class WithFrozenTable(nn.Module):
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 3)
         self.table = nn.Parameter(TwoTensor(torch.ones(3), torch.full((3,), 2.0)), requires_grad=False)
+        self.codes = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
 
     def forward(self, x):
         return self.layer(x) * self.table.a * self.table.b
@@ -473,8 +474,6 @@ def test_frozen_wrappers_of_tensors_are_left_out_and_refused_by_name(tmp_path):
     """Those of torchao have no ``new_zeros``, and torch computes no gradient of them."""
     made = TRAKer(WithFrozenTable(), "image_classification", 6, save_dir=tmp_path, proj_dim=4, device="cpu")
     assert list(made.parameters) == ["layer.weight", "layer.bias"]
-    for named in (["table"], "*"):
-        with pytest.raises(
-            InvalidInputError, match=r"'table'.* TwoTensor: .* have no gradient. Leave them out of it"
-        ):
+    for named, kind in (["table"], "TwoTensor"), (["codes"], "Parameter"), ("*", "TwoTensor"):
+        with pytest.raises(InvalidInputError, match=rf" {kind}: .* have no gradient. Leave them out of it"):
             Attributor(WithFrozenTable(), "image_classification", None, grad_wrt=named)

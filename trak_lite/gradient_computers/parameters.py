@@ -93,16 +93,18 @@ def select_parameters(
 
 
 def is_quantised(parameter: nn.Parameter) -> bool:
-    """Whether it is frozen and a wrapper of other tensors, as torchao's weights, which have no gradient."""
+    """Whether it has no gradient: it holds integers, or is frozen and a wrapper of other tensors (torchao)."""
     is_wrapper = type(parameter) is not nn.Parameter and hasattr(parameter, "__tensor_flatten__")
-    return is_wrapper and not (parameter.requires_grad or is_dtensor(parameter))
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return not is_number or (is_wrapper and not (parameter.requires_grad or is_dtensor(parameter)))
 
 
 def _without_quantised(selected: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     if quantised := [name for name, p in selected.items() if is_quantised(p)]:
         raise InvalidInputError(
             f"grad_wrt names {some_of(map(repr, quantised))}, of the class {type(selected[quantised[0]]).__name__}: "
-            "weights in wrappers of other tensors, such as quantised ones, have no gradient. Leave them out of it."
+            "integers, and weights in wrappers of other tensors, such as quantised ones, have no gradient. Leave them "
+            "out of it."
         )
     return selected
 
