@@ -521,15 +521,16 @@ def test_parameters_that_a_pass_sets_behind_autograd_are_refused(kind, dtype, en
 
 
 @pytest.mark.parametrize(
-    ("engine", "batch_size"), [("auto", 1), ("hook", 1), ("iterative", 1), ("iterative", 4)]
+    ("engine", "batch_size", "after"),
+    [("auto", 1, 40), ("auto", 4, 0), ("hook", 1, 40), ("iterative", 1, 40), ("iterative", 4, 40)],
 )
-def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine, batch_size):
+def test_parameters_that_a_hook_sets_in_a_later_backward_pass_are_refused(engine, batch_size, after):
     """As the orthogonal layer of FrEIA, whose hook projects its weights in every 256th backward pass."""
     model, passes = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), []
 
     def project(module, *_):
         passes.append(module)
-        if len(passes) > 40:
+        if len(passes) > after:
             module.weight.data.mul_(0.5)
 
     model[1].register_full_backward_hook(project)

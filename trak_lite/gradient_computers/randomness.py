@@ -27,7 +27,6 @@ from trak_lite.gradient_computers.reference import (
     in_float64,
     widened,
 )
-from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.models._adapters import changed_parameters, parameter_versions
 from trak_lite.models.sharded import class_of, is_sharded
 from trak_lite.types import Batch
@@ -353,7 +352,9 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
     sizes = parameter_sizes(model) if with_hooks else {}
     try:
         yield
-    except SelfCheckError:  # of which a hook may be the cause
+    except ChangedParametersError:
+        raise
+    except UnsupportedModelError:  # of which a hook may be the cause
         refuse_changed_parameters(model, changed_sizes(model, sizes), "backward")
         raise
     refuse_changed_parameters(model, changed_parameters(model, versions), does="writes into")
