@@ -359,7 +359,7 @@ class AbstractStreamingComputer(AbstractGradientComputer):
         except (TrakLiteError, torch.OutOfMemoryError) as error:
             if type(error) is UnsupportedModelError and not self._takes_samples_alone:
                 try:
-                    self.look_at_halves(batch)
+                    self.look_at_halves(take_rows(batch, next(self._chunks(batch_size(batch)))))
                 except UnsupportedModelError as cause:  # such as samples that depend on each other
                     raise UnsupportedModelError(f"{refusal(error)} {cause}") from error
             raise
