@@ -79,9 +79,8 @@ class AbstractInterceptor(TorchFunctionMode, ABC):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            func in _CASTS and len(args) > 1 and isinstance(args[1], Tensor)
-        ):  # only its dtype and device are read
+        # Of the other tensor only the dtype and the device are read.
+        if func in _CASTS and len(args) > 1 and isinstance(args[1], Tensor):
             func, args = Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
         if isinstance(func, OperatorBase) and isinstance(func, HigherOrderOperator):  # the first costs less
             self.runs_functions = True
