@@ -458,7 +458,7 @@ def test_mistakes_are_named():
     assert (x[:4] < 0).any()  # the batch is as it was
     capped = attributor(Network(Odd("max_norm")), "capped.zarr")
     with (
-        pytest.raises(errors.UnsupportedModelError, match="changes 1 of its parameters"),
+        pytest.raises(errors.UnsupportedModelError, match="writes into 1 of its parameters"),
         capped.capture(data(), "epoch-0") as capture,
     ):
         capture(few, range(4))
