@@ -606,12 +606,15 @@ def test_rows_of_every_batch_equal_one_backward_pass_per_sample(case):
 
 
 def test_a_layer_that_a_branch_captures_goes_to_a_computer_that_follows_it():
+    torch.compiler.reset()  # torch does not compile cond, and loses this gradient, after one inside a dispatch mode
     torch.manual_seed(0)
     model = Net(lambda s, x: torch.cond(torch.tensor(True), lambda v: s.a(v).sin(), torch.cos, (x,)) + s.b(x))
     batch = (rows(3, 5),)
     name, reason, computer = choose_gradient_computer(model.double(), resolve_task(wavy), batch)
     assert name == "iterative", reason
-    assert "the operator cond runs reads a parameter" in reason
+    assert (
+        "the operator cond runs reads a parameter" in reason or "higher order operator" in reason
+    )  # the first time
     model.forward = lambda x: model.a(x).sin() + model.b(x)
     expected = by_loop(model, wavy, batch)
     del model.forward
