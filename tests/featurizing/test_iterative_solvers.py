@@ -1,9 +1,7 @@
 """CG and LiSSA against dense solves with a Gauss-Newton matrix of autograd's Jacobians, in float64."""
 
 import logging
-import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -417,25 +415,6 @@ def test_a_task_may_take_entries_out_of_its_batch(method):
     columns = [[{"x": x, "labels": label} for x, label in rows] for rows in (TRAIN, TARGETS)]
     expected = streamed(prepared(), LABELS, TRAIN, TARGETS, method).numpy()
     close(streamed(prepared(), Taking(), *columns, method).numpy(), expected)
-
-
-class Slow(nn.Linear):
-    """Lets other threads run in the middle of a pass."""
-
-    def forward(self, x):
-        time.sleep(0.002)
-        return super().forward(x)
-
-
-def test_two_threads_have_the_products_of_one():
-    """The level of torch's forward mode is that of the process."""
-
-    def found(_):
-        return streamed(prepared(lambda: Slow(4, 3)), LABELS, TRAIN, TARGETS, CG(damping=0.5)).numpy()
-
-    with ThreadPoolExecutor(2) as threads:
-        for one in threads.map(found, range(2)):
-            close(one, found(0))
 
 
 class Warned(nn.Linear):
