@@ -233,7 +233,8 @@ class AbstractMethod(ABC):
             except (TypeError, ValueError) as error:
                 raise InvalidInputError(
                     f"{self.name}.{name} must be a text, a finite number, True, False, None, or a tuple of these, "
-                    f"because it identifies the scores in a store: {error}, got {value!r:.100}."
+                    f"because it identifies the scores in a store: {error}, got {value!r:.100}. Keep an array as an "
+                    "entry of the store, whose name and key are fields."
                 ) from error
         version = {} if self.version == 1 else {"version": self.version}
         return {"name": self.name, **version, **plain}
