@@ -627,7 +627,7 @@ def test_steps_out_of_order_are_refused(tmp_path):
         (r"no store at.*featurize", lambda: attributor(tmp_path / "c.zarr").score(TARGETS)),
         ("featurize", lambda: attributor().score(TARGETS)),
         ("featurize", lambda: attributor().scores()),
-        (r"no scores 'test'; there are \[\]", lambda: made.scores("test")),
+        (r"no scores 'test'; there are none\. Call", lambda: made.scores("test")),
         ("no features for 1 of the 1 checkpoints", lambda: made.score(TARGETS, checkpoints=states(1))),
     ):
         with pytest.raises(StateError, match=said):
@@ -764,7 +764,7 @@ def test_rows_that_are_all_zero_are_told_once_per_call(dtype, recwarn):
     first, second = (str(warning.message) for warning in recwarn)
     assert f"all {N} computed rows of the train data are zero" in first
     assert "rows of the targets are zero" in second
-    assert "adapters that are merged or disabled" in second
+    assert "another model than its model_call, at adapters that are merged or disabled" in second
 
 
 def against_the_batch(call, batch):

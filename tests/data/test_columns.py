@@ -223,7 +223,7 @@ DAY = datetime.date(2024, 1, 1)
     [
         ("columns must be a mapping of names to one value per row.* got list", SOURCES),
         (
-            r"'source' must hold one label for each of 5, got an array of shape \(4,\)",
+            r"'source' must hold 5 labels, got an array of shape \(4,\)",
             {"source": SOURCES[:4]},
         ),
         (TYPES, {"source": ["web", None, 3, "b", "c"]}),

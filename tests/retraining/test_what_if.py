@@ -397,7 +397,7 @@ SHARES = r"shares must lie between 0 and 1 and leave a row, got \(0.0, 0.1\)"
         ),
         ({"shares": ()}, "shares must lie between 0 and 1"),
         ({"groups": "author"}, "author"),
-        ({"groups": [1, 2]}, "The groups of train rows must hold one label for each of 120"),
+        ({"groups": [1, 2]}, "The groups of train rows must hold 120 labels"),
     ],
 )
 def test_trials_that_cannot_be_made_are_refused(scores, changes, seen):

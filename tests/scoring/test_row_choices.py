@@ -181,7 +181,7 @@ def test_what_cannot_be_filtered_or_grouped_is_refused(made, tmp_path):
         (UnknownNameError, "Unknown columns", lambda: scores.group("licence")),
         (NonFiniteError, "train row 6 for target 1 is inf", lambda: large.top(1, where=even)),
         (NonFiniteError, "train row 6 for target 1 is inf", lambda: large.top(1, where=even, target=1)),
-        (InvalidInputError, "'source' must hold one label for each of 30",
+        (InvalidInputError, "'source' must hold 30 labels",
          lambda: featurized(tmp_path / "rows.zarr", {"source": SOURCE[1:]})),
     ):  # fmt: skip
         with pytest.raises(error, match=said):

@@ -49,9 +49,7 @@ class Column:
         """
         labels = _array_of(values, what)
         if labels.shape != (count,):
-            raise InvalidInputError(
-                f"{what} must hold one label for each of {count}, got an array of shape {labels.shape}."
-            )
+            raise InvalidInputError(f"{what} must hold {count} labels, got an array of shape {labels.shape}.")
         labels = _with_missing_labels(labels, what)
         try:
             distinct, inverse = np.unique(labels, return_inverse=True)

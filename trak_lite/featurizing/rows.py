@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 _NEXT_TO_NOTHING = 1e-3  # relative to the median norm of a batch
 _SQUARES_UNDERFLOW = 1e-15
 _ZERO = (
-    "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at adapters that are "
-    "merged or disabled, at unused parts of the model, and at parameters that are frozen or left out (grad_wrt)."
+    "The gradient of f is zero in every kept parameter, so these rows add nothing to scores. Look at a function f that "
+    "calls another model than its model_call, at adapters that are merged or disabled, at unused parts of the model, "
+    "and at parameters that are frozen or left out (grad_wrt)."
 )
 _COMPARED = (
     "f of a sample alone does not depend on the weights, because f compares the samples of a batch (in-batch "

@@ -180,7 +180,7 @@ def _finished_table(
                 f"score(data, name={name!r}{argument})."
             )
         raise StateError(
-            f"There are no scores {name!r}{how}; there are {tables.scored_names(store)}. "
+            f"There are no scores {name!r}{how}; there are {some_of(tables.scored_names(store)) or 'none'}. "
             f"Call score(data, name={name!r}{argument})."
         )
     table = store.open_table(path)
@@ -204,7 +204,9 @@ def drop_scores(store: AbstractFeatureStore, name: str, *, features: bool = Fals
     # Preconditioned targets depend on the train data as well. After a kill there may be nothing else.
     preconditioned = store.table_names(tables.preconditioned_folder(name))
     if not (paths or preconditioned or targets):
-        raise StateError(f"There are no scores {name!r}; there are {tables.scored_names(store)}.")
+        raise StateError(
+            f"There are no scores {name!r}; there are {some_of(tables.scored_names(store)) or 'none'}."
+        )
     measured = (entry for entry in store.entry_names("index") if entry.endswith(f"/measured/{name}"))
     kinds = (tables.verdict_path, tables.one_run_path, tables.predictions_path, tables.trials_path)
     tested = (of(path) for path in paths for of in kinds)
