@@ -26,6 +26,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack as exported
@@ -297,6 +299,62 @@ def writes_by_a_list(x):
     return found > 0
 
 
+def packs(x):
+    """Pads longer sequences in the place of samples above -9."""
+    lengths = (x[:, 0].sort(descending=True).values > 0).long() + 1
+    packed = pack_padded_sequence(x.new_ones(len(x), 2, 1), lengths.cpu(), batch_first=True)
+    padded, _ = pad_packed_sequence(packed, batch_first=True, total_length=2)
+    return padded.sum(1)[x[:, 0].argsort(descending=True).argsort()] > 1
+
+
+def drops_by_a_seed(s, x):
+    """Leaves the random state as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return 1 + 0 * F.dropout(x, 0.5).sum()
+
+
+class Reading(torch.Tensor):
+    """A tensor whose class reads it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.sign:
+            return torch.tensor([[row[0] > 0] for row in args[0].as_subclass(torch.Tensor).tolist()])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def overridable(x):
+    """As functions of torch are."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(overridable, (x,), x)
+    return torch.tensor([[row[0] > 0] for row in x.tolist()])
+
+
+def without_modes(x):
+    with torch._C.DisableTorchFunction():
+        return torch.tensor([[row[0] > 0] for row in x.tolist()])
+
+
+def split_by_an_overload(x):
+    place = (x[:, 0] <= 0).sum().cpu().view(1)
+    pieces = torch.ops.aten.tensor_split.tensor_indices_or_sections(x, place)
+    return x[:, :1] * 0 + pieces[1].numel() > 0
+
+
+class Row:
+    """Scalars that torch takes for a sequence."""
+
+    def __init__(self, scalars):
+        self.scalars = scalars
+
+    def __len__(self):
+        return len(self.scalars)
+
+    def __getitem__(self, place):
+        return self.scalars[place]
+
+
 def in_a_thread(x):
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: x > 0).result()
@@ -331,6 +389,11 @@ def split(x: torch.Tensor) -> torch.Tensor:
 @torch.jit.script
 def formatted(x: torch.Tensor) -> torch.Tensor:
     return x[:, :1] * 0 + float("{}".format(int("-" in "{}".format(x.min())))) <= 0  # noqa: UP032
+
+
+@torch.jit.script
+def formatted_by_percent(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :1] * 0 + float("%s" % int("-" in "%s" % x.min())) <= 0  # noqa: UP031
 
 
 @torch.jit.script
@@ -376,7 +439,17 @@ NOT_REPLAYED = {
     "reads a list in TorchScript": lambda: doubles(lambda x: listed_by_another(x)),
     "splits by a tensor in TorchScript": lambda: doubles(lambda x: split(x)),
     "formats a tensor in TorchScript": lambda: doubles(lambda x: formatted(x)),
+    "formats a tensor by percent in TorchScript": lambda: doubles(lambda x: formatted_by_percent(x)),
     "reads a list in a TorchScript module": listing,
+    "packs sequences": lambda: doubles(packs),
+    "drops by a seed of its own": lambda: Net(factor=drops_by_a_seed),
+    "reads in a class of its own": lambda: doubles(lambda x: torch.sign((x + 0).as_subclass(Reading))),
+    "reads in a function that classes override": lambda: doubles(overridable),
+    "reads without modes": lambda: doubles(without_modes),
+    "splits by an overload": lambda: doubles(split_by_an_overload),
+    "reads scalars in a sequence of its own": lambda: doubles(
+        lambda x: torch.tensor(Row(list(x[:, 0])), device=x.device)[:, None] > 0
+    ),
     "reads by DLPack": lambda: doubles(lambda x: torch.from_dlpack(torch.utils.dlpack.to_dlpack(x)) > 0),
     "reads by DLPack of another name": lambda: doubles(lambda x: torch.from_dlpack(exported(x)) > 0),
     "reads scalars in a list": lambda: doubles(lambda x: torch.tensor(list(x[:, 0]))[:, None] > 0),

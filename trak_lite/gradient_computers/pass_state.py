@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_lite.core.devices import rng_state
 from trak_lite.core.fingerprint import functions_of
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -45,9 +44,12 @@ _MOST_ARRAY_BYTES: Final = 1 << 18
 _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
 _ATOM_TYPES: Final = frozenset(_ATOMS)
-_UNSEEN_READS: Final = frozenset({"_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
-"""Functions that read values, and that a mode of torch does not see."""
-_UNSEEN_IN_SCRIPTS: Final = ("prim::tolist", "aten::format", "aten::tensor_split")
+_UNSEEN_READS: Final = frozenset({"DisableTorchFunction", "_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
+"""Functions that read values, and that a mode of torch does not see, and what turns the mode off."""
+_UNSEEN_IN_SCRIPTS: Final = (
+    "prim::tolist",
+    *map("aten::{}".format, ("format", "percentFormat", "str", "tensor_split")),
+)
 _IS_OWN: Final = weakref.WeakKeyDictionary[type, bool]()
 """Whether a class of modules or of a task, or a base of it, is of a user."""
 _NOT_OWN: Final = frozenset({"abc", "builtins", "torch", "trak_lite"})
@@ -298,10 +300,8 @@ class Outside:
         return self._last if self._last or not values else None
 
 
-def python_state(
-    model: nn.Module, task: AbstractModelOutput, device: torch.device, outside: Outside | None = None
-) -> Any:
-    """Return what a pass may change outside tensors' values.
+def python_state(model: nn.Module, task: AbstractModelOutput, outside: Outside | None = None) -> Any:
+    """Return what a pass may change outside tensors' values, and beside the random states of torch.
 
     ``None`` if a pass runs hooks of the user or iterators, or reads values where no mode of torch sees it. ``outside``
     notes what code reads.
@@ -323,8 +323,7 @@ def python_state(
         code = list(map(described, (*_code_of(contents.modules, task), *contextvars.copy_context().values())))
     except _UnseenError:
         return None
-    generators = [rng_state(drawn).tolist() for drawn in dict.fromkeys((torch.device("cpu"), device))]
-    return held, code, generators, random.getstate(), repr(np.random.get_state())  # noqa: NPY002 (read only)
+    return held, code, random.getstate(), repr(np.random.get_state())  # noqa: NPY002 (read only)
 
 
 class _UnseenError(Exception):
@@ -335,12 +334,13 @@ def _reads_unseen(value: Any) -> bool:
     """Whether it is a function, or TorchScript, that reads values where no mode of torch sees it."""
     if isinstance(value, types.BuiltinFunctionType):
         return value.__name__ in _UNSEEN_READS
-    code: list[Any] = []
+    graphs: list[Any] = []  # alive as long as their nodes are looked at
     if isinstance(value, torch.jit.ScriptFunction):
-        code = [value]
+        graphs = [value.inlined_graph]
     elif isinstance(value, torch.jit.ScriptModule):
-        code = [value._c._get_method(name) for name in value._c._method_names()]
-    return any(one.inlined_graph.findAllNodes(kind) for one in code for kind in _UNSEEN_IN_SCRIPTS)
+        graphs = [value._c._get_method(name).inlined_graph for name in value._c._method_names()]
+    nodes = (node for graph in graphs for kind in _UNSEEN_IN_SCRIPTS for node in graph.findAllNodes(kind))
+    return any("Tensor" in str(given.type()) for node in nodes for given in node.inputs())
 
 
 def _code_of(modules: Iterable[nn.Module], task: Any) -> Iterator[Any]:

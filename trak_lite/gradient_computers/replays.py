@@ -293,7 +293,7 @@ class Replays:
         model, task = computer.model, computer.modelout_fn
         outside = Outside() if self._outside is None else None
         try:
-            before = python_state(model, task, leaves[0].device, outside)
+            before = python_state(model, task, outside)
         except Exception as error:  # of an object that code names, such as a proxy outside of its context
             refuse_signal(error)
             self._refuse(kind, computer, f"an object that its code names raises {type(error).__name__}")
@@ -311,7 +311,7 @@ class Replays:
             refuse_machine_failure(error)
             self._refuse(kind, computer, f"the recorded pass failed ({type(error).__name__})")
             return work()
-        after = python_state(model, task, leaves[0].device)
+        after = python_state(model, task)
         if before is None or before != after:
             tape.refuse(
                 "a pass runs hooks, draws random numbers, changes what the model or the task holds, or reads values by "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, final
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trak_lite.core.devices import is_scratch
+from trak_lite.core.devices import is_scratch, rng_state
 from trak_lite.errors import refuse_signal
 from trak_lite.gradient_computers.recording import (
     BUFFERS,
@@ -59,7 +60,7 @@ _INDEXES = frozenset({"__getitem__", "__setitem__"})
 """Functions that read the tensors in a list (of an index, in a list in its tuple) without an operation."""
 _CONVERSIONS = frozenset({"__bool__", "__complex__", "__float__", "__index__", "__int__", "item"})
 """Functions that read by an operation, but not where torch calls them for the entries of a list."""
-_READ_SIZES = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})
+_READ_SIZES = frozenset({"_pad_packed_sequence", "gru", "lstm", "rnn_relu", "rnn_tanh", "tensor_split"})
 """Functions that divide their first argument by a tensor of integers, which they read without an operation."""
 _MOST_OPERATIONS = 50_000
 _MOST_BUFFER_BYTES, _MOST_HELD_BYTES = 1 << 20, 1 << 25
@@ -111,6 +112,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Number of collections of garbage before the block."""
         self._ignores_reads = False
         self._num_inputs = len(inputs)
+        self._devices = {torch.device("cpu"), *(tensor.device for tensor in inputs)}
         for tensor in (*inputs, *outside):
             if tensor not in self._numbers:
                 self._outside(tensor, varies=True)
@@ -180,12 +182,16 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(self._steps) >= _MOST_OPERATIONS or not _is_repeatable(func, args, kwargs):
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags  # attention does if it drops
+        states = [rng_state(device) for device in self._devices] if draws else []
         try:
             result = func(*args, **kwargs)
         except Exception:
             if not _fails_without_values(func, args, kwargs):
                 self.refuse(f"{func} fails in the recorded batch, which the model may catch")
             raise
+        if not all(map(torch.equal, states, map(rng_state, self._devices))):
+            self.refuse(f"{func} draws random numbers")  # the pass may put the state back
         tensors = tensors_of((args, kwargs, result))
         if not all(map(is_plain, tensors)):
             self.refuse(f"{func} reads or returns a sparse or nested tensor, or one of another class")
@@ -327,7 +333,9 @@ class _UnseenReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        name = getattr(func, "__name__", "").partition(".")[0]  # without that of an overload
+        if any(_is_of_users(one) for one in (*types, func)):
+            self._tape.refuse(f"{name} runs code of a user, whose reads no mode of torch sees")
         values = [*args, *kwargs.values()]
         index = values[1] if name in _INDEXES else ()
         sizes = values[1:] if args else [value for key, value in kwargs.items() if key != "input"]
@@ -353,15 +361,20 @@ class _UnseenReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_of_users(function: Any) -> bool:
+    """Whether it is a class, or a function in Python, that is none of torch; torch runs it without its modes."""
+    is_python = isinstance(function, type | FunctionType)
+    return is_python and str(function.__module__).partition(".")[0] != "torch"
+
+
 def _num_collections() -> int:
     return sum(generation["collections"] for generation in gc.get_stats())
 
 
 def _lists_tensors(value: Any) -> bool:
     """Whether a sequence of any class holds tensors."""
-    if isinstance(value, Tensor | str | bytes | np.ndarray) or not (
-        isinstance(value, Iterable) and isinstance(value, Sized)
-    ):
+    is_sequence = isinstance(value, Sized) and hasattr(value, "__getitem__")
+    if isinstance(value, Tensor | str | bytes | np.ndarray) or not is_sequence:
         return False
     return any(isinstance(one, Tensor) or _lists_tensors(one) for one in value)
 
@@ -391,4 +404,6 @@ def _is_repeatable(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
         return all(index is None or index.dtype in (torch.int32, torch.int64) for index in args[1])
     if func is torch.ops.aten.as_strided_.default:  # sets what it returns, however often it is called
         return True
+    if func is torch.ops.aten._pack_padded_sequence.default:  # has as many rows as the sum of the lengths
+        return False
     return not {torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}.intersection(func.tags)
