@@ -1370,6 +1370,10 @@ KINDS_OF_BATCHES = {
         lambda x, late: {"x": x, "text": with_scale(Text("a"), 5.0 if late else 2.0)},
         lambda batch: batch["text"].scale,
     ),
+    "key": (
+        lambda x, late: {"x": x, True if late else 1: x + 0},
+        lambda batch: 5.0 if any(key is True for key in batch) else 2.0,
+    ),
     "quantized": (
         lambda x, late: {"x": x, "q": torch.quantize_per_tensor(x, 0.5 if late else 0.2, 0, torch.qint8)},
         lambda batch: batch["q"].q_scale(),
@@ -1396,6 +1400,13 @@ def test_what_differs_in_no_value_or_shape_is_another_kind_of_batch(make, factor
         for grad, value in zip(found, expected.values(), strict=True):
             torch.testing.assert_close(grad, value)
     assert passes < 24 or "text" in batch, "such a text is not compared"
+
+
+def test_a_tensor_with_an_attribute_runs_the_pass():
+    """The pass over the whole batch reads it, and a replay would not."""
+    x, y = next(batches(1))
+    assert leaves_of((x, y))[0] is not None
+    assert leaves_of((with_scale(x, 2.0), y))[0] is None
 
 
 def test_after_a_failed_check_no_batch_is_replayed():

@@ -146,17 +146,18 @@ def leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
         if isinstance(value, Tensor):
             leaves.append(value)
             flags.append("tensor")
-            return type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+            is_plain = type(value) is Tensor and value.layout == torch.strided and not value.requires_grad
+            return is_plain and not vars(value)  # attributes of a user
         parts: Sequence[Any] | None = None
         if isinstance(value, Mapping):
-            parts, names = [*value.values()], [*value]
+            parts, names = [*value.values()], [*map(repr, value)]  # 1 and True are equal
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
             parts = [getattr(value, name) for name in names]
         elif isinstance(value, tuple | list):
             if len(value) > _MOST_ENTRIES:
                 return False
-            parts, names = value, [len(value)]
+            parts, names = value, [str(len(value))]
         if parts is not None:
             beside = attributes_beside(value)
             flags.append((type(value), *names, *beside))
