@@ -694,6 +694,7 @@ CHANGES = {
     "an attribute of its class": lambda model: setattr(OfClass, "offset", 6.0),
     "an attribute of a dict": lambda model: setattr(model.held["subclass"], "scale", 6.0),
     "what a partial function holds": lambda model: model.held["partial"].keywords["by"].update(scale=6.0),
+    "what the object of a method holds": lambda model: model.held["method"]().update(scale=6.0),
     "mangled slots": lambda model: model.held["mangled"].put(6.0),
     "the order of layers": put("layers", lambda old: nn.ModuleList(reversed(old))),
 }
@@ -724,8 +725,8 @@ class Named(dict[str, float]):
 class Mangled:
     __slots__ = ("__value",)
 
-    def __init__(self):
-        self.__value = 1.0
+    def __init__(self, value=1.0):
+        self.__value = value
 
     def put(self, value):
         self.__value = value
@@ -752,6 +753,7 @@ def held():
         "subclass": Named(),
         "partial": functools.partial(lambda by: by["scale"], by={"scale": 1.0}),
         "lists": [[[[[1.0]]]]],
+        "method": Mangled({"scale": 1.0}).get,
         "modules": [nn.Threshold(0.0, 1.0)],
     }
 
@@ -761,6 +763,7 @@ def product_of(held):
     firsts = [held[name][0] for name in ("array", "objects", "numbers", "bytes", "deque")]
     firsts += [6.0 if "gain" in held["named"] else 1.0, 6.0 if hasattr(held["object"], "gain") else 1.0]
     firsts += [held["mangled"].get(), held["subclass"].scale, held["partial"](), held["modules"][0].value]
+    firsts += [held["method"]()["scale"]]
     return math.prod(
         [*map(float, firsts), held["slots"].calls, held["list"][300], held["lists"][0][0][0][0][0]]
     )
@@ -982,8 +985,8 @@ def test_batches_in_which_code_finds_another_value_outside_the_model_run_the_pas
     for number, value in enumerate((2.0, torch.tensor(3.0), None), 1):
         put(1.0 if value is None else value)
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
-        # What a partial function holds may count as an attribute, whose change ends the recordings.
-        is_attribute = isinstance(read, functools.partial) and run.passes == before + 3
+        # What a partial function or a method holds may count as an attribute, whose change ends the recordings.
+        is_attribute = isinstance(read, functools.partial | types.MethodType) and run.passes == before + 3
         assert run.passes == before + min(number, 2) or is_attribute
     put(2.0)
     run.computer.confirm()

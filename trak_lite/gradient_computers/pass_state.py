@@ -77,8 +77,7 @@ def identities(
     A pass depends on the attributes of ``others``, not on their own identity. ``alive`` takes what is named by ``id``:
     the result is meaningful as long as this is alive.
     """
-    for held in others:
-        alive.extend(vars(held).values() if hasattr(held, "__dict__") else ())
+    alive += [one for held in others for one in getattr(held, "__dict__", {}).values()]
     contents = _Contents(alive, model)
     return (*map(id, alive), *contents.places) if contents.add_all(task) else None
 
@@ -170,6 +169,8 @@ class _Contents:
             return
         elif isinstance(value, functools.partial):
             contents = [value.func, value.args, value.keywords]
+        elif isinstance(value, types.MethodType):
+            contents = [value.__self__]
         elif _package_of(kind := type(value).__module__) == "torch" and "distributions" not in kind:
             return
         else:
