@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_runs import adam_scale
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from trak_lite import named_optimizer_state
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
@@ -212,6 +213,73 @@ def test_states_of_another_model_or_of_maximised_objectives_are_refused(check):
             check(some, optimizer, given)
     with pytest.raises(InvalidInputError, match="not parameters of the Linear"):
         named_optimizer_state(optimizer, other)
+
+
+def of_first(key, value):
+    return lambda state: state["state"][0].update({key: value})
+
+
+def of_group(key, value):
+    return lambda state: state["param_groups"][0].update({key: value})
+
+
+def of_keys(make):
+    """JSON makes texts of the numbers, and then no parameter has a state."""
+    return lambda state: state.update(state={make(key): value for key, value in state["state"].items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (of_keys(str), "states under '.*', which no group lists, and none under"),
+        (
+            lambda state: state["state"][0]["exp_avg_sq"][0, 0].fill_(torch.nan),
+            r"exp_avg_sq of first\.weight .*NaN",
+        ),
+        (
+            lambda state: state["state"][0]["exp_avg_sq"][0, 0].fill_(-1),
+            r"exp_avg_sq of first\.weight .*below 0",
+        ),
+        (of_first("exp_avg_sq", torch.ones(3, 3, dtype=torch.uint8)), "moments are dense floats"),
+        (of_first("exp_avg", torch.zeros(3, 3).to_sparse()), "moments are dense floats"),
+        (of_first("exp_avg", torch.zeros(3, 3, device="meta")), "cannot be read"),
+        (of_first("step", -1), "step -1"),
+        (of_first("step", None), "cannot be read"),
+        (lambda state: state["state"].update({0: None}), "cannot be read"),
+        (of_group("betas", (0.9, 1.0)), r"betas \(0\.9, 1\.0\)"),
+        (of_group("betas", None), "cannot be read"),
+        (of_group("eps", -1.0), r"eps -1\.0"),
+        (of_group("amsgrad", True), "cannot be read .*max_exp_avg_sq"),
+        (of_group("param_names", ["first.weight"]), "cannot be read"),
+        (lambda state: state["param_groups"][0].pop("params"), "cannot be read .*params"),
+        (lambda state: state.update(param_groups=[None]), "cannot be read"),
+    ],
+)
+def test_states_that_cannot_be_those_of_a_training_are_refused(change, message, check):
+    net, optimizer, content = with_optimizer()
+    content = copy.deepcopy(content)
+    change(content["optimizer"])
+    with pytest.raises(CheckpointError, match=message):
+        check(net, optimizer, content)
+
+
+def test_states_that_name_parameters_in_the_place_of_numbers_need_no_other_names(check):
+    net = model()
+    optimizer = decayed(net, "batch.bias", "last.weight")  # shapes do not tell these groups apart
+    content = saved(net, optimizer)
+    with pytest.raises(CheckpointError, match="equal shapes"):
+        check(net, optimizer, content)
+    check(net, optimizer, {**content, "optimizer": get_optimizer_state_dict(net, optimizer)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_states_in_fewer_bits_are_read_as_the_numbers_that_they_are(dtype, check):
+    net, optimizer, content = with_optimizer()
+    content = copy.deepcopy(content)
+    for p, state in zip(net.parameters(), content["optimizer"]["state"].values(), strict=True):
+        state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+        optimizer.state[p]["exp_avg_sq"] = state["exp_avg_sq"].double()
+    check(net, optimizer, content)
 
 
 @pytest.mark.parametrize(

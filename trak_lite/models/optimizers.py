@@ -157,6 +157,31 @@ def adam_states(
     matched with those of the model raises CheckpointError.
     """
     state, where = _optimizer_state(checkpoint)
+    try:
+        return _states_in(state, where, model, parameters, device)
+    except CheckpointError:
+        raise
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        NotImplementedError,
+    ) as error:
+        raise CheckpointError(
+            f"The optimizer state in {where} cannot be read ({error!r:.200}). Expected the state dict of torch's Adam "
+            "or AdamW, as optimizer.state_dict() returns it."
+        ) from error
+
+
+def _states_in(
+    state: Mapping[str, Any],
+    where: str,
+    model: nn.Module,
+    parameters: ParameterShapes,
+    device: torch.device,
+) -> AdamStates:
     slots = _slots_by_name(model, state, where)
     lacking = [name for name in parameters if name not in slots]
     if lacking:
@@ -209,17 +234,19 @@ def _inside(content: Any, where: str) -> Mapping[str, Any] | None:
     """Return the optimizer state in a checkpoint's content."""
     if not isinstance(content, Mapping):
         return None
-    state = next((content[key] for key in _KEYS if isinstance(content.get(key), Mapping | Sequence)), None)
-    if isinstance(state, Sequence):
+    state = next(
+        (content[key] for key in _KEYS if isinstance(content.get(key), Mapping | list | tuple)), None
+    )
+    if isinstance(state, list | tuple):
         if len(state) != 1:
             raise CheckpointError(
                 f"{where} holds the states of {len(state)} optimizers. Expected one. Save the state of the one that "
                 "updates the attributed parameters under 'optimizer'."
             )
         state = state[0]
-    if state is not None and not (
-        isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), Sequence)
-    ):
+    if not isinstance(state, Mapping):
+        return None
+    if not (isinstance(state.get("state"), Mapping) and isinstance(state.get("param_groups"), Sequence)):
         raise CheckpointError(
             f"The optimizer state in {where} has the entries {some_of(map(str, state))}. Expected the state dict of a "
             "torch optimizer, with 'state' and 'param_groups'."
@@ -233,13 +260,19 @@ def _inside(content: Any, where: str) -> Mapping[str, Any] | None:
 def _slots_by_name(model: nn.Module, state: Mapping[str, Any], where: str) -> dict[str, _Slot]:
     """Return the slot of every parameter that the optimizer updates, by the model's names."""
     groups = [[(key, group) for key in group["params"]] for group in state["param_groups"]]
-    if all("param_names" in group for group in state["param_groups"]):
-        named = {
-            name: slot
-            for group, slots in zip(state["param_groups"], groups, strict=True)
-            for name, slot in zip(group["param_names"], slots, strict=True)
-        }
-        return _under_own_names(model, named, where)
+    keys = {key for group in groups for key, _ in group}
+    strays, lacking = state["state"].keys() - keys, keys - state["state"].keys()
+    if strays and lacking:  # otherwise a parameter of another key would count as one without gradients
+        raise CheckpointError(
+            f"The optimizer in {where} has states under {some_of(map(repr, strays))}, which no group lists, and none "
+            f"under {some_of(map(repr, lacking))}, which groups list. Save the state dict with its keys as they are; "
+            "JSON turns numbers into texts."
+        )
+    # torch.distributed.checkpoint.state_dict puts names in the place of the numbers.
+    names = [group.get("param_names", group["params"]) for group in state["param_groups"]]
+    if all(isinstance(name, str) for group in names for name in group):
+        pairs = (zip(*both, strict=True) for both in zip(names, groups, strict=True))
+        return _under_own_names(model, {name: slot for group in pairs for name, slot in group}, where)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     count = sum(map(len, groups))
     candidates = [params for params in (trainable, dict(model.named_parameters())) if len(params) == count]
@@ -354,13 +387,18 @@ def _adam_state(
 ) -> AdamState:
     """Return one parameter's state; zeros if it never had a gradient."""
     is_of_adam = entry.keys() - {"max_exp_avg_sq"} == _ENTRIES and all(
-        isinstance(entry[key], Tensor) for key in entry if key != "step"
+        isinstance(entry[key], Tensor)
+        and entry[key].is_floating_point()
+        and entry[key].layout == torch.strided
+        for key in entry
+        if key != "step"
     )
     if not group.keys() >= _SETTINGS or (entry and not is_of_adam):
         raise CheckpointError(
             f"The optimizer in {where} is not torch's Adam or AdamW: its groups have {some_of(map(str, group))}, and "
             f"the state of {name} {some_of(map(str, entry))}. Expected {some_of(sorted(_SETTINGS))}, and "
-            f"{some_of(sorted(_ENTRIES))}. Use normalize='none' for other optimizers."
+            f"{some_of(sorted(_ENTRIES))}, of which the moments are dense floats. Use normalize='none' for other "
+            "optimizers."
         )
     if group.get("maximize"):
         raise CheckpointError(
@@ -378,18 +416,23 @@ def _adam_state(
         if not entry:
             return torch.zeros(shape, dtype=torch.float32, device=device)
         value: Tensor = entry[key].detach()
-        return value.to(device, torch.promote_types(value.dtype, torch.float32))
+        value = value.to(device, torch.float32 if value.dtype.itemsize < 4 else value.dtype)
+        if key != "exp_avg" and not (value >= 0).all():  # a scale would be 0 there
+            raise CheckpointError(
+                f"The state {key} of {name} in {where} has numbers that are NaN or below 0. Expected mean squares. "
+                "Restore the checkpoint, or leave it out."
+            )
+        return value
 
     beta1, beta2 = map(float, group["betas"])
-    return AdamState(
-        moved("exp_avg"),
-        moved("exp_avg_sq"),
-        moved("max_exp_avg_sq") if group["amsgrad"] else None,
-        int(entry.get("step", 0)),
-        beta1,
-        beta2,
-        float(group["eps"]),
-    )
+    step, eps = int(entry.get("step", 0)), float(group["eps"])
+    if not (step >= 0 and 0 <= beta1 < 1 and 0 <= beta2 < 1 and eps >= 0):
+        raise CheckpointError(
+            f"The optimizer in {where} has betas {(beta1, beta2)}, eps {eps} and, for {name}, step {step}. Expected "
+            "betas from 0 to below 1, and no negative number."
+        )
+    maximum = moved("max_exp_avg_sq") if group["amsgrad"] else None
+    return AdamState(moved("exp_avg"), moved("exp_avg_sq"), maximum, step, beta1, beta2, eps)
 
 
 def _digest(states: Mapping[str, AdamState]) -> str:
