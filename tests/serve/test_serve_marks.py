@@ -27,6 +27,9 @@ def path(tmp_path):
     return tmp_path / "run.marks.json"
 
 
+LOCK = ".run.marks.json.lock"
+
+
 def marks(path: Path, dataset: dict[str, Any] = DATASET) -> MarksFile:
     return MarksFile(path, dataset, 60)
 
@@ -67,7 +70,7 @@ def test_a_kill_at_any_call_of_the_system_leaves_the_old_or_the_new_marks(old, a
         assert outcomes[-1] in (old, {**old, 2: DROP}), moment
         marks(path).put(3, KEEP)  # what the kill left behind is in nobody's way
         assert marks(path).read()[3] == KEEP
-        assert os.listdir(path.parent) == ["run.marks.json"]
+        assert sorted(os.listdir(path.parent)) == [LOCK, "run.marks.json"]
     assert len(outcomes) > 8
     assert old in outcomes
     assert {**old, 2: DROP} in outcomes
@@ -100,8 +103,26 @@ def test_several_writers_lose_no_mark(path):
     assert list(marks(path).read()) == list(range(60))
 
 
+@pytest.mark.quick
+def test_marks_are_read_while_others_are_written(path, monkeypatch):
+    marks(path).put(0, KEEP)
+    rows, opened = iter(range(1, 60)), os.open
+
+    def replaced_before(name: Any, *arguments: Any, **named: Any) -> int:
+        if os.fspath(name).endswith("run.marks.json"):
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "open", opened)
+                marks(path).put(next(rows), KEEP)
+        return opened(name, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", replaced_before)
+    for _ in range(3):
+        assert 0 in marks(path).read()
+    assert next(rows) == 4
+
+
 WRONG_ROWS = ["-1", "60", "1000000000", "9" * 5000, "01", " 1", "1_0", "\u0663", "", "1.0"]
-NO_MARKS = ["{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}}}', "[" * 10_000]
+NO_MARKS = ["", "{", "[]", '{"marks": {"x": {}}}', '{"marks": {"1": {"mark": "burn"}}}', "[" * 10_000]
 
 
 @pytest.mark.quick
@@ -159,6 +180,7 @@ def test_what_is_no_plain_file_in_place_of_the_marks_is_refused(kind, path):
     """Nothing is followed, waited for, created or changed."""
     other = path.with_name("other")
     marks(other).put(1, KEEP)
+    path.with_name(".other.lock").unlink()
     before = other.read_bytes()
     FOREIGN[kind](path, other)
     for call in (marks(path).read, lambda: marks(path).put(2, DROP)):
@@ -174,4 +196,4 @@ def test_what_is_in_place_of_the_unfinished_file_is_removed_and_not_written(kind
     FOREIGN[kind](path.with_name(".run.marks.json.new"), other)
     marks(path).put(2, DROP)
     assert marks(path).read() == {2: DROP}
-    assert (sorted(os.listdir(path.parent)), other.read_text()) == (["other", "run.marks.json"], "mine")
+    assert (sorted(os.listdir(path.parent)), other.read_text()) == ([LOCK, "other", "run.marks.json"], "mine")

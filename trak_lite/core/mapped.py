@@ -20,8 +20,10 @@ _NETWORK = re.compile(
 )
 
 
-def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.uint8]:
+def map_file(path: str, size: int | None, *, mapped: bool | None = None) -> NDArray[np.uint8]:
     """Return the first ``size`` bytes of a file as a copy-on-write map; writes to the array do not change the file.
+
+    ``size=None`` is the whole file, also one that another process replaces meanwhile.
 
     ``mapped=False`` reads the bytes instead; ``None`` reads them on a network file system, where an I/O error on a map
     would kill the process. So would touching the missing pages of a shorter file, which is a CorruptStoreError.
@@ -30,6 +32,9 @@ def map_file(path: str, size: int, *, mapped: bool | None = None) -> NDArray[np.
         return np.empty(0, np.uint8)
     with opened_file(path, os.O_RDONLY) as fd:
         status = os.fstat(fd)
+        size = status.st_size if size is None else size
+        if size == 0:
+            return np.empty(0, np.uint8)
         if status.st_size < size:
             raise CorruptStoreError(f"{path} has {status.st_size} bytes, expected {size}: it was truncated.")
         if mapped is False or (mapped is None and is_network(status.st_dev)):

@@ -43,6 +43,14 @@ def sealed_content(path: str, what: str, *, required: bool = True, delete: str =
     """
     with named_errors("Reading", path):
         content = _mapped(path)
+    check_seal(content, path, what, required=required, delete=delete)
+    return content
+
+
+def check_seal(
+    content: NDArray[np.uint8], path: str, what: str, *, required: bool = True, delete: str = "it"
+) -> None:
+    """Raise as :func:`sealed_content` if the checksum of the content of a file is not right."""
     checksum = _seal_of(content, what)
     if checksum is None and required:
         raise CorruptStoreError(
@@ -54,15 +62,13 @@ def sealed_content(path: str, what: str, *, required: bool = True, delete: str =
             f"{path} does not match its checksum: it is damaged, or was exchanged. Delete {delete}, and make the "
             "call again."
         )
-    return content
 
 
 def _mapped(path: str) -> NDArray[np.uint8]:
     real = with_real_folder(path)
-    size = file_size(real)
-    if size is None:
+    if file_size(real) is None:
         raise FileNotFoundError(errno.ENOENT, "No such file", path)
-    return map_file(real, size)
+    return map_file(real, None)
 
 
 def _seal_of(content: NDArray[np.uint8], what: str) -> tuple[int, bytes] | None:

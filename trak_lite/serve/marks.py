@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+import numpy as np
+
 from trak_lite.core import files
 from trak_lite.core.json_text import parse_json
-from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
+from trak_lite.core.sealed import BLANK, SEAL, check_seal, seal
 from trak_lite.core.validate import one_of
 from trak_lite.errors import CorruptStoreError, InvalidInputError
 from trak_lite.store.manifest import compare_fingerprints
@@ -49,7 +51,7 @@ class MarksFile:
     """Marks by train row, in a file that always holds either the old or the new marks.
 
     A change is written to a second file, synced, and renamed. It is on disk when the method returns. Several processes
-    may change the file: each waits for the lock of the file and reads it again.
+    may change the file: each waits for the lock of a file beside it and reads it again.
     """
 
     def __init__(self, path: str | os.PathLike[str], dataset: Mapping[str, Any], num_rows: int) -> None:
@@ -64,16 +66,16 @@ class MarksFile:
 
     def read(self) -> dict[int, Mark]:
         """Return the marks by row, in the order of rows."""
-        content = b""
+        content = None
         with files.named_errors("Reading", str(self.path)), contextlib.suppress(FileNotFoundError):
             content = files.read_file(str(self.path), most=_MOST_BYTES, remedy="Move it away, or restore it.")
-        if not content:  # killed between the creation and the first mark
+        if content is None:
             return {}
         try:
+            check_seal(np.frombuffer(content, np.uint8), str(self.path), _SEALED_AS)
             parsed = parse_json(content)
             marks = {_row(row, self._num_rows): Mark(**values) for row, values in parsed["marks"].items()}
             one_of([str(_FORMAT)], format=str(parsed["format"]))
-            sealed_content(str(self.path), _SEALED_AS)
             dataset = dict(parsed["dataset"])
         except (CorruptStoreError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptStoreError(
@@ -91,10 +93,11 @@ class MarksFile:
         """Store the mark of a row, or remove it with ``None``."""
         if not 0 <= row < self._num_rows:
             raise InvalidInputError(f"There is no train row {row}. Expected 0 to {self._num_rows - 1}.")
-        path = str(self.path)
-        with files.named_errors("Writing", path):
-            os.close(files.open_file(path, os.O_RDWR | os.O_CREAT))
-            with files.locked_file(path):
+        lock = str(self.path.with_name(f".{self.path.name}.lock"))  # the file itself is never empty
+        self.read()  # before anything is created
+        with files.named_errors("Writing", str(self.path)):
+            os.close(files.open_file(lock, os.O_RDWR | os.O_CREAT))
+            with files.locked_file(lock):
                 marks = self.read()
                 marks.pop(row, None)
                 if mark is not None:
