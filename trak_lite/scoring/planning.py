@@ -12,10 +12,11 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
@@ -30,17 +31,18 @@ from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec, gram_spec
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.train_work import TrainWork
-from trak_lite.linalg.gram import GramAccumulator, keeps_rows
+from trak_lite.linalg.gram import GramAccumulator, keeps_rows, lower_product
 from trak_lite.linalg.kernel import KernelSettings, factorise
-from trak_lite.linalg.products import product_dtype, score_block
+from trak_lite.linalg.products import product_dtype
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
-from trak_lite.run.tables import score_table_spec
+from trak_lite.run.tables import FEATURES, as_tensor, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import CACHED_ROWS
 from trak_lite.scoring.plan import Plan, Span, size_text
+from trak_lite.scoring.tiles import ScoreTerm, score_tile
 from trak_lite.store._grid import stored_bytes
 from trak_lite.types import FeatureLayout
 
@@ -56,7 +58,7 @@ _LARGEST_SHARE: Final = 0.1
 _CLEARLY: Final = 0.8
 """Another batch size is proposed if it takes at most this share of the time."""
 _PRODUCT_ROWS: Final = 1024
-_PRODUCT_PANEL: Final = 256
+_BUFFERED_ROWS: Final = 256  # that products upcast at a time on a CPU
 _MOST_STORED: Final = 1 << 26
 """Bytes of kernels that a trial stores at most; the time of more is that of these, in proportion."""
 
@@ -83,7 +85,6 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
     """
     settings, num_rows, growing = run.settings, len(rows), _Memory(run.settings.device)
     num_targets = 0 if targets is None else len(targets)
-    advice: list[str] = []
     chosen = run.settings.trial()
     with suppress(StateError, StoreError), run.workspace.reading() as store:
         chosen.recall_computer(store.manifest)
@@ -102,14 +103,14 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
         growths.append(fit.growth)
     if num_targets:
         seconds["targets"] = trial.checks.plus(trial.batch.times(num_targets / whole)).times(count)
-    scoring, peak = _scoring(settings, num_rows, num_targets, advice)
     disk = _disk(settings, num_rows, num_targets, count, draws)
-    if num_targets and disk["kernels"]:
-        scoring = scoring.plus(_storing_time(run, disk["kernels"] // count, is_read=True))
+    scoring, peak = _scoring(run, num_rows, num_targets, count, 0 if draws else disk["kernels"] // count)
     seconds["scores"] = scoring.times(count)
-    if num_targets and scoring.mean:
-        seconds["scores"] = seconds["scores"].plus(_storing_time(run, disk["scores"], is_read=False))
+    for step, purpose in (("fit" if draws else "scores", "kernels"), ("scores", "scores")):
+        if disk[purpose]:
+            seconds[step] = seconds[step].plus(_storing_time(run, disk[purpose]))
     memory = {"featurizing": max((one for one in growths if one is not None), default=None), "scoring": peak}
+    memory["scoring"] = num_targets and max(peak, trial.growth or 0)  # the gradients of targets come first
     for size in _TRIED:
         if size != whole and size <= chunk_rows and size * (_WARM + _FEWEST) <= num_rows:
             most = max(0.5, _LARGEST_SHARE * seconds["rows"].mean)
@@ -120,7 +121,7 @@ def planned(run: Run, rows: Rows, targets: Rows | None, checkpoint: Checkpoint, 
             per_batch[size] = other
             if other.batch.mean / size > per_batch[min(per_batch)].batch.mean / min(per_batch):
                 break  # larger ones will not be faster
-    advice += _advice(settings, run.workspace, whole, per_batch, disk, memory, growing.free)
+    advice = _advice(settings, run.workspace, whole, per_batch, disk, memory, growing.free)
     return Plan(
         num_rows,
         num_targets,
@@ -285,12 +286,12 @@ def _scratch(like: Workspace) -> Iterator[Workspace]:
         yield Workspace(f"{folder}/trial.zarr")
 
 
-def _timed(call: Callable[..., Tensor | None], *arguments: Any) -> Span:
+def _timed(call: Callable[..., Any], *arguments: Any) -> Span:
     """Return the time of a call with these arguments up to its result, after one that warms up."""
     for _ in range(2):
         begun = _now()
         result = call(*arguments)
-        if result is not None and result.device.type != "cpu":
+        if isinstance(result, Tensor) and result.device.type != "cpu":
             result.flatten()[0].item()  # waits for it
     wall, cpu = np.subtract(_now(), begun).tolist()
     return Span(wall, wall, wall, cpu)
@@ -300,83 +301,77 @@ def _gram_time(settings: AttributorSettings, draws: int) -> Span:
     total = Span()
     for width, count in Counter(segment.width for segment in settings.layout.segments).items():
         rows = torch.ones(min(_PRODUCT_ROWS, draws), width, dtype=torch.float32, device=settings.device)
-        share = (width + min(width, _PRODUCT_PANEL)) / (2 * width)  # up to the diagonal
-        total = total.plus(_timed(torch.mm, rows.T, rows).times(share * count * draws / len(rows)))
+        total = total.plus(_timed(lower_product, rows.T).times(count * draws / len(rows)))
     return total
 
 
-def _storing_time(run: Run, num_bytes: int, *, is_read: bool) -> Span:
-    """Return the time to store so many bytes and, if asked, to read them again."""
+def _storing_time(run: Run, num_bytes: int) -> Span:
+    """Return the time to store so many bytes."""
     size = min(num_bytes, _MOST_STORED)
     array = np.ones(size // 8)
     with _scratch(run.workspace) as workspace, workspace.opened(run.settings.manifest({})):
-        store = workspace.created()
-
-        def stored() -> None:
-            store.cache("trial", "trial", array)
-            if is_read:
-                store.cached("trial", "trial")
-
-        return _timed(stored).times(num_bytes / size)
+        return _timed(workspace.created().cache, "trial", "trial", array).times(num_bytes / size)
 
 
-def _scoring(
-    settings: AttributorSettings, num_rows: int, num_targets: int, advice: list[str]
-) -> tuple[Span, int]:
-    """Return the time of scoring with one checkpoint without gradients, and its peak memory in bytes."""
-    method: AbstractMethod = settings.method
-    if method.inverse is not None or not method.multiplies_rows:
-        advice.append(f"Not measured: the fit of {method.name}, and its scores.")
-        return Span(), 0
-    if not num_targets:
+def _scoring(run: Run, num_rows: int, num_targets: int, checkpoints: int, stored: int) -> tuple[Span, int]:
+    """Return the time of scoring, without gradients, for each checkpoint, which stores such kernels, and peak bytes."""
+    settings, method = run.settings, run.settings.method
+    if not num_targets or method.inverse is not None or not method.multiplies_rows:
         return Span(), 0
     layout, device, wide = method.layout_of(settings.layout), settings.device, wide_dtype(settings.device)
     kernel, widest = method.kernel, max(segment.width for segment in layout.segments)
-    dtype = torch.float32
-    if kernel is not None:
-        rank = min(num_rows, widest)
-        dtype = (
-            wide
-            if kernel.lambda_reg is not None
-            else product_dtype([kernel.damping], widest, rank=rank, device=device)
-        )
+    dtype = torch.float32 if kernel is None else wide
+    if kernel is not None and kernel.lambda_reg is None:
+        dtype = product_dtype([kernel.damping], widest, rank=min(num_rows, widest), device=device)
     # no drawn numbers: the caller's generator stays
     targets = torch.ones(num_targets, layout.width, dtype=dtype, device=device)
-    at_once = min(_PRODUCT_ROWS, num_rows, settings.train_table(num_rows, {}).chunk_rows)
-    rows = torch.ones(at_once, layout.width, device=device, dtype=torch.float16)
-    total = _timed(score_block, rows, targets).times(num_rows / at_once)
-    held = targets.nbytes * 3 + 2 * at_once * (layout.width + num_targets) * dtype.itemsize
+    spec = settings.train_table(num_rows, {})
+    spec = replace(spec, num_rows=min(_PRODUCT_ROWS, num_rows, spec.chunk_rows))
+    at_once, share = spec.num_rows, num_rows / spec.num_rows
+    transform = partial(method.transform, layout=layout) if method.transforms_rows else None
+    with _scratch(run.workspace) as workspace, workspace.opened(settings.manifest({})):
+        table = workspace.created().create_table("trial", spec)
+        shapes = {one.name: (at_once,) if one.width is None else (at_once, one.width) for one in spec.columns}
+        table.put(np.arange(at_once), {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+        rows = as_tensor(table.read(FEATURES)[:, :widest], device)
+        tile = partial(score_tile, [ScoreTerm(table, targets, transform)], range(at_once), q=method.q)
+        total = _timed(tile).times(share)
+        if kernel is not None and kernel.weighting != "fisher":
+            total = total.plus(_timed(lambda: deque(table.blocks(FEATURES), 0)).times(share))
+    upcast, held = min(_BUFFERED_ROWS, num_rows) * layout.width, checkpoints * targets.nbytes
+    tiles = upcast * dtype.itemsize + 2 * at_once * num_targets * 4
     if kernel is None:
-        return total, held
+        return total, held + tiles
 
     def solved(matrix: Tensor, right: Tensor) -> Tensor:
-        layout, damped = FeatureLayout.joint(len(matrix)), KernelSettings(damping=1.0)
+        layout, damped = FeatureLayout.joint(matrix.shape[1]), KernelSettings(damping=1.0)
         return factorise([matrix], damped, num_rows=num_rows, layout=layout)[0].solve(right)
 
-    squares = widest = 0
+    sums = kept = factors = largest = 0  # numbers that summing, solving and factorising hold
     for width, count in Counter(segment.width for segment in layout.segments).items():
-        is_fisher = kernel.weighting == "fisher"
-        side = num_rows if not is_fisher and keeps_rows(width, num_rows) else width
-        if not is_fisher:
-            sums = GramAccumulator(FeatureLayout.joint(side), device)
-            share = width / side  # the products of N rows take N^2 k operations instead of N k^2
-            adding = _timed(sums.add, rows[:, :side].contiguous())
-            total = total.plus(adding.times(count * share * num_rows / at_once))
-            held += 0 if side == width else count * side * width * wide.itemsize
-        matrix = torch.eye(side, dtype=wide, device=device)
-        total = total.plus(_timed(solved, matrix, targets[:, :side].to(wide)).times(count))
-        squares, widest = squares + count * side**2, max(widest, side)
-    return total, held + (2 * squares + 2 * widest**2) * wide.itemsize
+        few = kernel.weighting != "fisher" and keeps_rows(width, num_rows)
+        matrix = torch.eye(num_rows if few else width, width, dtype=wide, device=device)
+        total = total.plus(_timed(solved, matrix, targets[:, :width].to(wide)).times(count))
+        if kernel.weighting != "fisher" and not few:
+            gram = GramAccumulator(FeatureLayout.joint(width), device)
+            total = total.plus(_timed(gram.add, rows[:, :width].contiguous()).times(count * share))
+        sums, kept = sums + count * matrix.numel(), kept + few * count * matrix.numel()
+        factors, largest = factors + count * len(matrix) ** 2, max(largest, matrix.numel())
+    solving = kept + factors + num_targets * (layout.width + 3 * widest)
+    peak = max(sums + upcast, sums + factors + largest, solving) * wide.itemsize
+    return total, held + max(tiles, peak, 4 * stored)  # three copies on their way to the file
 
 
 def _disk(
     settings: AttributorSettings, num_rows: int, num_targets: int, count: int, draws: int
 ) -> dict[str, int]:
     layout, kernel, kernels = settings.method.layout_of(settings.layout), settings.method.kernel, 0
+    widths = [segment.width for segment in layout.segments]
     if kernel is not None and kernel.weighting == "fisher":
         kernels = stored_bytes(gram_spec(layout, {}))
     elif kernel is not None and num_targets and num_rows >= CACHED_ROWS:
-        kernels = sum(segment.width**2 for segment in layout.segments) * wide_dtype(settings.device).itemsize
+        numbers = 0 if keeps_rows(max(widths), num_rows) else sum(width**2 for width in widths)
+        kernels = numbers * wide_dtype(settings.device).itemsize
     targets = settings.target_table(num_targets or 1, {}, preconditioned=settings.method.inverse is not None)
     return {
         "rows": count * stored_bytes(settings.train_table(num_rows, {})),
@@ -396,7 +391,10 @@ def _advice(
     memory: Mapping[str, int | None],
     free: int | None,
 ) -> Iterator[str]:
-    """Yield what does not fit with a setting that would, and what would be faster."""
+    """Yield what is not measured, what does not fit with a setting that would, and what would be faster."""
+    method: AbstractMethod = settings.method
+    if method.inverse is not None or not method.multiplies_rows:
+        yield f"Not measured: the fit of {method.name}, and its scores."
     fitting = {
         size: trial
         for size, trial in tried.items()
