@@ -721,3 +721,71 @@ def test_featurizing_leaves_no_copy_of_the_model_behind():
         assert not [one for one in gc.get_objects() if type(one).__name__ in ("BorrowedModel", "RowWork")]
     finally:
         gc.enable()
+
+
+class Calibrated(nn.Module):
+    """Divides by a mean until a scale was loaded, as brevitas: the mean is saved as the scale, and is not loaded."""
+
+    def __init__(self, mean=1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.full((1,), mean))
+        self.calibrates = True
+        self.register_load_state_dict_pre_hook(self.note)
+
+    def state_dict(self, *, destination, prefix, keep_vars=False):
+        super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        mean = destination.pop(f"{prefix}mean")
+        if self.calibrates:
+            destination[f"{prefix}scale"] = mean
+
+    @staticmethod
+    def note(module, state_dict, prefix, *_):
+        module.calibrates &= f"{prefix}scale" not in state_dict
+
+    def forward(self, x):
+        return x / (self.mean if self.calibrates else self.scale)
+
+
+class MakesAnew(nn.Module):
+    """Makes its submodule again when a state dict is loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Calibrated(3.0)
+        self.register_load_state_dict_pre_hook(self.make)
+
+    @staticmethod
+    def make(module, *_):
+        module.inner = Calibrated()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("make", [lambda: Calibrated(3.0), MakesAnew])
+@pytest.mark.parametrize("engine", ["hook", "functional", "iterative"])
+def test_loading_that_changes_modules_is_undone(make, engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), make(), nn.Linear(3, 3)).eval()
+    modules, x = list(model.modules()), TRAIN.tensors[0]
+    expected, state = model(x), copy.deepcopy(model.state_dict())
+    state["0.bias"] += 1
+    loaded = nn.Sequential(nn.Linear(4, 3), make(), nn.Linear(3, 3)).eval()
+    loaded.load_state_dict(state, strict=False)
+    assert not torch.equal(loaded(x), expected)
+
+    def rows(net):
+        outputs = net(x).square().sum(1)
+        return [torch.autograd.grad(out, net[0].weight, retain_graph=True)[0].flatten() for out in outputs]
+
+    def output(model_call, batch):
+        return model_call(batch[0]).square().sum(1)
+
+    for given, net in (([state], loaded), (None, model), ([state], loaded)):
+        made = Attributor(model, output, None, gradient_computer=engine, grad_wrt="0.weight")
+        scores = made.stream_scores(TRAIN, TRAIN, method=GradDot(), checkpoints=given).numpy()
+        assert list(model.modules()) == modules
+        assert torch.equal(model(x), expected)
+        found = torch.stack(rows(net))
+        np.testing.assert_allclose(scores, found @ found.T, rtol=1e-4, atol=1e-5)

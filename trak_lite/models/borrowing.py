@@ -25,8 +25,8 @@ from trak_lite.core.eval_caches import (
     set_modes,
 )
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.models.checkpoints import Checkpoint, entries_digest, more_entries
-from trak_lite.models.loading import load_into
+from trak_lite.models.checkpoints import Checkpoint, more_entries
+from trak_lite.models.loading import load_into, put_values
 from trak_lite.models.sharded import class_of, is_sharded, refuse_unsupported_sharding, reset_passes, reshard
 
 _INPUT_HOOKS = {"make_inputs_require_grads", "make_inputs_require_grad"}
@@ -111,17 +111,32 @@ class BorrowedModel:
     """The caller's modes, in which ``own`` was read, of the modules that override ``train``."""
     put_back: Callable[[], None]
     """Undoes what passes set in attributes of the modules."""
+    replaced: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]]
+    """Submodules of modules that replaced one when a checkpoint was loaded, now and before."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone."""
         reshard(self.model)
+        self.put_modules_back()
         self.put_back()
         state = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 if name not in state and name in self.own:
                     buffer.copy_(self.own[name])
-        load_into(self.model, checkpoint, self.own, self.modes)
+        places = [m._modules for m in self.model.modules() if isinstance(m._modules, dict)]  # scripted: none
+        before = [(live, live.copy()) for live in places]
+        try:
+            load_into(self.model, checkpoint, self.own, self.modes)
+        finally:
+            self.replaced.extend((live, was) for live, was in before if live != was)
+
+    def put_modules_back(self) -> None:
+        """Put back the submodules that were replaced when a checkpoint was loaded (the quantisers of brevitas)."""
+        for live, was in self.replaced:
+            live.clear()
+            live.update(was)
+        self.replaced.clear()
 
 
 @contextmanager
@@ -179,7 +194,7 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
     reshard(model)
     tensors = {name: tensor.detach() for name, tensor in _tensors(model).items()}
     saved = {name: one.clone() if one.is_cpu else one.cpu() for name, one in tensors.items()}
-    others = more_entries(model)
+    own = {**saved, **more_entries(model)}
     modes = own_modes(model)
     put_back_buffers = buffers_kept(model.modules())
     restore = _modules_kept(model)
@@ -195,10 +210,12 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
             ) from error
         # After to() and eval(), which set attributes of their own.
         put_back = attributes_kept(model.modules())
+        borrowed = BorrowedModel(model, own, modes, put_back, [])
         try:
-            yield BorrowedModel(model, {**saved, **others}, modes, put_back)
+            yield borrowed
         finally:
             reshard(model)
+            borrowed.put_modules_back()
             put_back()
     except BaseException:
         reset_passes(model)
@@ -209,12 +226,10 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
             model.to(home)
         set_modes(model, modes)  # before buffers and values, which it may change (e2cnn, loralib)
         put_back_buffers()
-        _copy_values(saved, model)
-        if entries_digest(more_entries(model)) != entries_digest(others):
-            model.load_state_dict(others, strict=False)
+        put_values(model, own)
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
         if not all(modes.values()):
-            _copy_values(saved, model)  # a change of the mode and back may round them
+            put_values(model, own)  # a change of the mode and back may round them
         restore()
 
 
@@ -295,13 +310,6 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
 def _is_like(grad: Tensor | None, p: nn.Parameter) -> bool:
     """Whether autograd would add to a gradient: ``.data`` of its parameter may have been replaced since."""
     return grad is None or (grad.dtype == p.dtype and grad.shape == p.shape)
-
-
-def _copy_values(values: Mapping[str, Tensor], model: nn.Module) -> None:
-    with torch.no_grad():
-        for name, tensor in _tensors(model).items():
-            if name in values:  # not in a module that the forward pass created
-                tensor.copy_(values[name])
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -31,7 +31,9 @@ from trak_lite.models.checkpoints import (
     LIGHTNING,
     Checkpoint,
     bare_name,
+    entries_digest,
     module_versions,
+    more_entries,
     read_weights,
     unwrapped,
     with_versions,
@@ -80,8 +82,26 @@ def load_into(
     is_known = load is None or adapters or (original is None and not all(modes.values()))
     with in_modes(model, modes if is_known else _modes_when_saved(model, state)):
         if load is None:
-            state = {name: state[name] for name in model.state_dict() if name in state}
-        _load_state(model, checkpoint, state, adapters, original)
+            put_values(model, state)
+        else:
+            _load_state(model, checkpoint, state, adapters, original)
+
+
+def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Copy values that a model had into its parameters and buffers, and load its other entries if they differ.
+
+    ``load_state_dict`` would be wrong for these: a module may save another value than its parameter has, and take what
+    is loaded for a saved one (the scales of brevitas).
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in values:  # not in a module that the forward pass created
+                tensor.copy_(values[name])
+    now = more_entries(model)
+    others = with_versions({name: values[name] for name in now if name in values}, module_versions(now))
+    if entries_digest(now) != entries_digest(others):
+        model.load_state_dict(others, strict=False)
 
 
 def _converted(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
