@@ -41,6 +41,7 @@ def _cheap() -> Iterator[None]:
     """Verdicts have intervals of 100 resamples, since 1,000 take a second; nobody waits for the disk.
 
     A sync matters to a power cut alone; ``test_store_disk`` records the syncs. Those that do nothing need no threads.
+    For each kind of device that is not there, ``torch.manual_seed`` would format the stack, which is deep in tests.
     """
     at_once = resolve_name("trak_lite.core.files:_at_once")
 
@@ -53,6 +54,9 @@ def _cheap() -> Iterator[None]:
         patched.setitem(defaults, "num_resamples", 100)
         patched.setattr("trak_lite.core.files._at_once", in_turn)
         patched.setattr(os, "fsync", _unsynced)
+        if not resolve_name("torch").accelerator.is_available():
+            for kind in ("cuda", "xpu", "mtia"):
+                patched.setattr(f"torch.{kind}.manual_seed_all", lambda seed: None)
         yield
 
 

@@ -310,13 +310,17 @@ def forked_rng() -> contextlib.AbstractContextManager[None]:
 
     In a worker of a loader, which cannot use an accelerator, only that of the CPU.
     """
-    available = get_worker_info() is None and torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator() if available else None
+    device = _accelerator()
     if device is None:
         return torch.random.fork_rng(devices=[])
     # torch warns about several devices unless they are named.
     devices = range(torch.accelerator.device_count())
     return torch.random.fork_rng(devices=devices, device_type=device.type)
+
+
+def _accelerator() -> torch.device | None:
+    available = get_worker_info() is None and torch.accelerator.is_available()
+    return torch.accelerator.current_accelerator() if available else None
 
 
 @contextmanager
@@ -330,7 +334,11 @@ def undisturbed(seed: int | None = None) -> Iterator[None]:
     with forked_rng():
         try:
             if seed is not None:
-                for seeded in (random.seed, np.random.seed, torch.manual_seed):
+                # torch.manual_seed formats the stack for every kind of device that is not there: a millisecond.
+                seed_torch = (
+                    torch.default_generator.manual_seed if _accelerator() is None else torch.manual_seed
+                )
+                for seeded in (random.seed, np.random.seed, seed_torch):
                     seeded(seed)
             yield
         finally:
