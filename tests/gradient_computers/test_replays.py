@@ -362,7 +362,7 @@ def in_a_thread(x):
 
 def in_a_thread_after_a_collection(x):
     found = in_a_thread(x)
-    gc.collect()
+    gc.collect(0)
     return found
 
 
@@ -524,7 +524,7 @@ def replaying(build, **settings):
     """Return a model and a run of it whose batches are replayed by now, if they can be."""
     model = made(build)
     run = Run(model, **settings)
-    for batch in batches(10):
+    for batch in batches(7):
         run(batch)
     return model, run
 
@@ -551,13 +551,16 @@ def test_replays_have_the_bits_of_the_pass(kind):
 @pytest.mark.parametrize("build", NOT_REPLAYED.values(), ids=NOT_REPLAYED)
 def test_what_a_recording_cannot_see_runs_the_pass_and_the_log_says_why(build, caplog):
     model = made(build)
-    run = Run(model)
+    run, told = Run(model, self_check=False), 0
     with caplog.at_level(logging.INFO, "trak_lite"):
-        for number, batch in enumerate(batches(9)):
+        for number, batch in enumerate(batches(9), 1):
             found = run(batch)[0]
-            if number in (0, 6, 8):
+            told += "are not replayed: " in caplog.text
+            if number == 1 or told:
                 torch.testing.assert_close(found, reference(model, batch), rtol=1e-4, atol=1e-6)
-    assert run.passes == 9, "what can be replayed is replayed from the seventh batch on"
+            if told == 2:
+                break
+    assert run.passes == number, "what can be replayed is replayed from the fifth batch on"
     assert caplog.text.count(f"Passes of {type(model).__name__} are not replayed: ") == 1
     if build is counts_in_a_tensor:
         assert "it writes into a tensor" in caplog.text
@@ -573,7 +576,7 @@ def test_a_recording_leaves_the_garbage_collector_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-    assert run.passes < 10, "it was recorded"
+    assert run.passes < 7, "it was recorded"
     assert gc.get_freeze_count() > 0.9 * before, "some of them are no longer used"
 
 
@@ -622,7 +625,7 @@ def test_a_batch_in_which_python_reads_another_value_runs_the_pass(read):
     x, y = next(batches(1))
     x = x + 1000
     before = run.passes
-    assert before < 10
+    assert before < 7
     torch.testing.assert_close(run((x, y))[0], reference(model, (x, y)))
     assert run.passes == before + 1
 
@@ -804,7 +807,7 @@ def test_a_change_of_the_model_between_batches_counts_at_once(change, monkeypatc
             changing, scale=1.0, config=config, held=held(), losses=1.0, buffers=buffers, **tensors, **modules
         )
     )
-    assert run.passes < 10
+    assert run.passes < 7
     change(model)
     try:
         for batch in batches(3):
@@ -981,7 +984,7 @@ def test_batches_in_which_code_finds_another_value_outside_the_model_run_the_pas
     put(1.0)
     model, run = replaying(lambda: Net(factor=read))
     before, batch = run.passes, next(batches(1))
-    assert before < 10
+    assert before < 7
     for number, value in enumerate((2.0, torch.tensor(3.0), None), 1):
         put(1.0 if value is None else value)
         torch.testing.assert_close(run(batch)[0], reference(model, batch))
