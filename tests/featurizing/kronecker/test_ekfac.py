@@ -519,18 +519,19 @@ def test_a_fit_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["mixed-ekfac", "mlp-kfac"])
-@pytest.mark.parametrize("array", ["values", "joint", "bias", "outputs", "inputs"])
-def test_a_part_of_a_fit_that_a_repair_sets_aside_is_fitted_again(array, case, tmp_path):
+@pytest.mark.parametrize(("unit", "array"), [*enumerate(["values", "joint", "outputs", "bias", "inputs"])])
+def test_a_part_of_a_fit_that_a_repair_sets_aside_is_fitted_again(unit, array, case, tmp_path):
     case, path = CASES[case], tmp_path / "a.zarr"
     train, targets = in_batches(case.data(N, 1), 4), case.data(M, 2)
     method = EKFAC(**case.settings)
     made = Attributor(case.model(), LABELS, path, projector="none", method=method, progress=False)
     made.featurize(train)
     expected = made.score(targets).numpy()
-    for number, file in enumerate(sorted((path / ".entries").glob(f"*unit-*-{array}.*"))):
-        file.write_bytes(file.read_bytes()[:-1])
-        check_store(path, repair=True)
-        np.testing.assert_array_equal(made.score(targets, f"again-{number}").numpy(), expected)
+    files = sorted((path / ".entries").glob(f"*unit-*-{array}.*"))
+    file = files[unit % len(files)]
+    file.write_bytes(file.read_bytes()[:-1])
+    check_store(path, repair=True)
+    np.testing.assert_array_equal(made.score(targets, "again").numpy(), expected)
 
 
 class Scaled(nn.Linear):
