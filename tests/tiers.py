@@ -220,6 +220,11 @@ EACH_VALUE: tuple[str, ...] = (
 TOGETHER: tuple[str, ...] = (
     "attributor/test_shortage.py",
     "cli/test_cli.py",
+    "integrations/test_adapters.py",
+    "integrations/test_experts.py",
+    "integrations/test_huggingface.py",
+    "integrations/test_packed_models.py",
+    "integrations/test_transformers_tasks.py",
     "models/test_sharded_models.py",
     "parallel/test_ranks.py",
     "parallel/test_shared_runs.py",
@@ -233,7 +238,8 @@ TOGETHER: tuple[str, ...] = (
 )
 """Files that standard runs first, one after the other, so that one of xdist's processes alone has their costs.
 
-These are a server that forks processes, which imports torch once more, and the packages of tables and figures.
+These are a server that forks processes, which imports torch once more, and the packages of tables, of figures and of
+language models.
 """
 
 
