@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule
-from tiers import TOGETHER, is_of_today, is_without_tests_of, mark_campaign
+from tiers import TOGETHER, is_without_tests_of, mark_campaign, of_other_days
 
 gc.disable()  # until all is collected: nothing that is imported or collected is freed
 
@@ -132,8 +132,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the campaign; skip what needs a GPU, with the reason, where there is none."""
     mark_campaign(items)
-    goldens = [item for item in items if item.path.parent.name == "goldens" and "campaign" in item.keywords]
-    others = [item for number, item in enumerate(goldens) if not is_of_today(number)]
+    others = of_other_days(items)
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
     if config.option.markexpr == "not campaign":

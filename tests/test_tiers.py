@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 from late import Late
-from tiers import CAMPAIGN, EACH_VALUE, SOME
+from tiers import CAMPAIGN, DAILY, EACH_VALUE, SOME
 
 TESTS = Path(__file__).parent
 WHOLE = [name for names in CAMPAIGN.values() for name in names]
 
 
 def test_what_a_tier_names_is_there() -> None:
-    for name in (*WHOLE, *SOME, *EACH_VALUE):
+    for name in (*WHOLE, *SOME, *EACH_VALUE, *DAILY):
         file, *inside = name.split("::")
         text = (TESTS / file).read_text(encoding="utf-8")
         lost = [part for part in inside if not re.search(rf"^ *(def|class) {part}\b", text, re.M)]

@@ -242,6 +242,12 @@ These are a server that forks processes, which imports torch once more, and the 
 language models.
 """
 
+DAILY: dict[str, int] = {
+    "goldens/test_goldens.py": 6,
+    "zoo/test_zoo.py::test_a_published_architecture_is_right_from_featurize_to_report": 3,
+}
+"""Functions, or files of them, of whose campaign CI runs one of so many cases each day, the others on the next."""
+
 
 def mark_campaign(items: Iterable[pytest.Item]) -> None:
     """Mark what the standard tier leaves out. A case that is alone because it was named is kept."""
@@ -263,10 +269,23 @@ def mark_campaign(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.campaign)
 
 
-def is_of_today(number: int) -> bool:
-    """Return whether CI runs the case with this number today: ``TRAK_LITE_PART=k/n`` takes every n-th from case k."""
+def is_of_today(number: int, most: int | None = None) -> bool:
+    """Return whether CI runs the case with this number today: ``TRAK_LITE_PART=k/n`` takes every n-th from case k.
+
+    ``most`` is the largest n for these cases.
+    """
     part, parts = map(int, os.environ.get("TRAK_LITE_PART", "0/1").split("/"))
-    return number % parts == part
+    return (number - part) % min(parts, most or parts) == 0
+
+
+def of_other_days(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of the campaign that CI does not run today."""
+    campaign = [item for item in items if "campaign" in item.keywords]
+    found = []
+    for name, most in DAILY.items():
+        cases = [item for item in campaign if item.nodeid.startswith(f"tests/{name}")]
+        found += [item for number, item in enumerate(cases) if not is_of_today(number, most)]
+    return found
 
 
 def is_without_tests_of(markers: str, path: Path) -> bool:

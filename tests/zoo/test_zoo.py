@@ -1,4 +1,4 @@
-"""Published architectures go through the whole public path with default settings: twelve of them in every run.
+"""Published architectures go through the whole public path with default settings: twelve of them, four a day in CI.
 
 The others are run by ``python -m benchmarks.zoo``, whose table is held here.
 """
