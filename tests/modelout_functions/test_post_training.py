@@ -3,8 +3,9 @@
 import modelout_cases as cases
 import pytest
 import torch
-from modelout_cases import IGNORED, B
+from modelout_cases import IGNORED, B, T
 from post_training_cases import POST_TRAINING, answer_log_prob, preference_columns
+from torch import nn
 
 from trak_lite import Attributor
 from trak_lite import modelout_functions as tasks
@@ -105,6 +106,38 @@ def test_reference_columns_do_not_depend_on_the_callers_autocast():
     for name, column in expected.items():
         assert column.dtype == torch.float32
         torch.testing.assert_close(found[name], column, rtol=0, atol=0)
+
+
+class Tied(nn.Module):
+    """Its table is used twice: gradients of two equal passes are summed in an order in which they do not cancel."""
+
+    def __init__(self, *, scores):
+        super().__init__()
+        self.tokens, self.scores = nn.Embedding(cases.V, 4), scores
+
+    def forward(self, input_ids):
+        logits = torch.tanh(self.tokens(input_ids).cumsum(1)) @ self.tokens.weight.T
+        return {"logits": logits.logsumexp(-1).mean(1) if self.scores else logits}
+
+
+@pytest.mark.parametrize("computer", ["auto", "functional", "iterative"])
+@pytest.mark.parametrize("name", ["dpo", "answer_difference", "reward_modeling"])
+def test_only_a_pair_of_equal_answers_has_no_gradient_and_it_is_exactly_0(name, computer):
+    """Pairs become equal where they are cut off. What rounding leaves of a difference would count in a cosine."""
+    columns = {f"{side}_input_ids": cases.randint(cases.V, (B, T), 40) for side in ("chosen", "rejected")}
+    columns["rejected_input_ids"][2:, -1] = (columns["chosen_input_ids"][2:, -1] + 1) % cases.V
+    if name != "reward_modeling":
+        columns |= {f"{side}_labels": columns[f"{side}_input_ids"].clone() for side in ("chosen", "rejected")}
+        columns["rejected_labels"][1, 1] = IGNORED  # the same tokens, of which others are predicted
+    if name == "dpo":
+        columns |= {"ref_chosen_logps": cases.randn(B, seed=1), "ref_rejected_logps": cases.randn(B, seed=2)}
+    rows = [{key: column[row] for key, column in columns.items()} for row in range(B)]
+    settings = {"gradient_computer": computer, "batch_size": 2, "store_norms": True, "progress": False}
+    model = cases.prepared(Tied(scores=name == "reward_modeling"))
+    attributor = Attributor(model, name, None, proj_dim=8, **settings)
+    attributor.featurize(rows)
+    expected = [True, name == "reward_modeling", False, False]
+    assert (attributor.gradient_norms()[0] == 0).tolist() == expected
 
 
 def rows_of(batch):

@@ -85,6 +85,8 @@ class _PreferenceModelOutput(AbstractModelOutput):
         fields = columns_of(batch, self.needed)
         preferred, margin = fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
         output = self._difference(model_call, fields)
+        # Of equal answers rounding would leave a direction, which counts as much as any in a cosine.
+        output = torch.where(_are_equal(fields, output), output.detach(), output)
         if margin is None:
             return output, 0.0, preferred
         margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
@@ -218,6 +220,17 @@ def reference_columns(
         raise InvalidInputError("There is no batch. Expected the rows in order, in at least one batch.")
     columns = (torch.cat([pair[side].cpu() for pair in pairs]) for side in range(2))
     return dict(zip(_REFERENCES, columns, strict=True))
+
+
+def _are_equal(fields: dict[str, Any], like: Tensor) -> Tensor:
+    """Return whether both answers of each row have the same columns, ``(B,)``: their difference has no gradient."""
+    equal = torch.ones_like(like, dtype=torch.bool)
+    for name in {name.removeprefix(side) for side in _SIDES for name in fields if name.startswith(side)}:
+        one, other = (fields.get(side + name) for side in _SIDES)
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape):
+            return torch.zeros_like(equal)
+        equal = equal & (one == other).reshape(len(equal), -1).all(1)
+    return equal
 
 
 def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
