@@ -583,6 +583,23 @@ def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
         huggingface.attributor_from_trainer(trainer, None)
 
 
+@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
+def test_a_subclass_with_a_loss_of_its_own_needs_a_task(method, tmp_path):
+    def doubled(self, *args, **kwargs):
+        return 2 * getattr(trl.DPOTrainer, method)(self, *args, **kwargs)
+
+    class Own(trl.DPOTrainer):
+        pass
+
+    setattr(Own, method, doubled)
+    models = {"model": spread(hub.llama), "ref_model": spread(hub.llama, seed=1)}
+    trainer = Own(**models, **given_to("DPO", tmp_path, PAIRS))
+    rows = helpers.preference_rows(trainer)
+    with pytest.raises(InvalidInputError, match=rf"DPOTrainer has \{{'{method}': 'that of Own'\}}"):
+        huggingface.attributor_from_trainer(trainer, None, rows=rows)
+    assert huggingface.attributor_from_trainer(trainer, None, "dpo", rows=rows).task.name == "dpo"
+
+
 def test_helpers_refuse_other_trainers_and_moving_references(tmp_path):
     trainer = trainer_of("SFT", spread(hub.llama), PROMPTS, tmp_path)
     with pytest.raises(InvalidInputError, match=r"SFTTrainer\. Expected a trl\.DPOTrainer"):
