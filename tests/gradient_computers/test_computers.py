@@ -958,6 +958,22 @@ def test_the_last_resort_is_tried_under_autocast_and_on_one_sample_at_a_time():
     assert choose_gradient_computer(images[0], MARGIN, images[1], nn.BatchNorm2d)[0] == "hook"
 
 
+@pytest.mark.parametrize("name", ["auto", "functional", "iterative"])
+def test_an_f_of_one_sample_takes_batches_of_one(name):
+    """The loss of a model of transformers is a mean, which is that of the sample in a batch of one."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).eval(), torch.randn(4, 3)
+    settings = {"projector": "none", "dtype": "float32", "progress": False}
+    mean = lambda call, batch: call(batch[0]).square().mean().reshape(1)  # noqa: E731
+    made = Attributor(model, mean, None, **settings, gradient_computer=name, batch_size=1)
+    made.featurize([(row,) for row in x])
+    grads = torch.cat([model(x)[:, :, None] * x[:, None], model(x)[:, :, None]], 2).flatten(1).detach()
+    found = made.score([(row,) for row in x], method=GradDot(q="off")).numpy()
+    np.testing.assert_allclose(found, (grads @ grads.T).numpy(), rtol=1e-5)
+    with pytest.raises(InvalidInputError, match=r"shape \(1,\)"):
+        Attributor(model, mean, None, **settings, batch_size=4).featurize([(row,) for row in x])
+
+
 def test_the_manifest_holds_the_reason_of_a_choice(tmp_path):
     data = TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
     for choice, reason in (("auto", "every kept parameter is covered"), ("hook", None)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.data.batches import batch_size, take_rows
-from trak_lite.errors import UnsupportedModelError
+from trak_lite.errors import InvalidInputError, UnsupportedModelError
 from trak_lite.gradient_computers.hooks.plan.axes import BatchAxis, batch_axis, by_sample
 from trak_lite.gradient_computers.hooks.plan.recorder import RECURRENT, Record, Recorder, grows_twice
 from trak_lite.gradient_computers.parameters import Kept
@@ -126,7 +126,15 @@ def make_plan(
     """
 
     def recorded(count: int, smaller: Recorder | None = None) -> tuple[Recorder, Tensor]:
-        return _recorded(model, kept, take_rows(batch, [0] * count), evaluate, smaller)
+        try:
+            return _recorded(model, kept, take_rows(batch, [0] * count), evaluate, smaller)
+        except InvalidInputError as error:
+            if batch_size(batch) > 1:
+                raise
+            evaluate(batch)  # the error of the sample, if it has one alone
+            raise UnsupportedModelError(
+                f"f takes one sample alone: {error} Use gradient_computer='functional' or 'iterative'."
+            ) from error
 
     with torch.enable_grad():
         two, _ = recorded(2)
