@@ -189,6 +189,21 @@ def test_a_trainer_with_another_loss_than_its_models_needs_a_task(where, tmp_pat
     huggingface.attributor_from_trainer(trainer, None, "causal_language_modeling", **EXACT)
 
 
+def test_the_mean_loss_of_a_model_is_a_task_where_a_batch_has_one_row(tmp_path):
+    def loss(model_call, batch):
+        return -model_call(**batch).loss.reshape(1)
+
+    trainer = hub.trainer_of(hub.spread(hub.bert), tmp_path, per_device_train_batch_size=1)
+    rows, path = trainer.train_dataset, tmp_path / "a.zarr"
+    huggingface.attributor_from_trainer(trainer, path, loss, **EXACT).featurize(rows)
+    losses = [
+        -trainer.model(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["label"]])).loss
+        for row in rows
+    ]
+    expected = [torch.cat(list(hub.gradients_of(one, trainer.model).values())) for one in losses]
+    assert hub.relative_error(hub.stored_rows(path), torch.stack(expected).numpy()) < 1e-6
+
+
 def test_batches_are_of_the_trainers_size_unless_told_otherwise(tmp_path):
     trainer = hub.trainer_of(hub.made(hub.gpt2), tmp_path)
     sizes = []

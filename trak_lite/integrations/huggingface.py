@@ -228,6 +228,8 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
             "entry per sample, in order: use a collator that pads, such as collate=trak_lite.pad_documents, not one "
             "that packs or flattens."
         )
+    if alone:
+        return
     attributor.task.prepare(attributor.model)
     call = ModelCall(attributor.model)
     with torch.no_grad():
@@ -235,8 +237,6 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
             attributor.task.evaluate(call, move_batch(part, attributor.device)).output
             for part in (batch, *single)
         )
-    if alone:
-        return
     dtypes = {p.dtype for p in attributor.model.parameters() if p.is_floating_point()} or {torch.float32}
     tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
     for row, beside, separate in zip(pair, together.tolist(), torch.cat(apart).tolist(), strict=True):
