@@ -159,6 +159,8 @@ def class_labels(
         actual, wanted = shape_texts(labels.shape, shape)
         column = labels.shape == (*shape, 1)
         hint = " Drop the last axis: labels.squeeze(-1), in the dataset or in to_batch." if column else ""
+        if labels.dim() == 2 and labels.shape == (*shape, num_classes):
+            hint = " For one label of 0 or 1 per class use the task 'multilabel_classification'."
         raise InvalidInputError(
             f"The {what} have shape {actual}. Expected {wanted} to fit the model's logits.{hint}"
         )
