@@ -113,6 +113,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignores_reads = False
         self._num_inputs = len(inputs)
         self._devices = {torch.device("cpu"), *(tensor.device for tensor in inputs)}
+        self._states: list[Tensor] = []
+        """Random states of the devices before the block."""
         for tensor in (*inputs, *outside):
             if tensor not in self._numbers:
                 self._outside(tensor, varies=True)
@@ -126,6 +128,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gc.collect(0)
         gc.disable()  # so that the youngest objects are what this block makes, in whichever thread
         self._collections = _num_collections()
+        self._states = self._random_states()
         self._reading = _UnseenReads(self)
         self._reading.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -137,6 +140,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             assert self._reading is not None
             self._reading.__exit__(*error)  # type: ignore[no-untyped-call]
             self._reading = None  # no cycle holds the tensors
+            if not all(map(torch.equal, self._states, self._random_states())):
+                self.refuse("it draws random numbers where operations are not seen, as in another thread")
             young = set(map(id, gc.get_objects(generation=0)))
             if _num_collections() > self._collections:
                 self.refuse("Python collects garbage in it, so that new objects cannot be told from old ones")
@@ -158,6 +163,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = self._constants[number]
         is_data = self._roots[number] != number and not tensor._is_view()  # ``weight.data``
         return number not in self._lifted and tensor.untyped_storage().resizable() and not is_data
+
+    def _random_states(self) -> list[Tensor]:
+        return [rng_state(device) for device in self._devices]
 
     def refuse(self, reason: str) -> None:
         """Note why a replay might not repeat what runs; the computation goes on."""
@@ -183,14 +191,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"it runs {func}")
             return func(*args, **kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags  # attention does if it drops
-        states = [rng_state(device) for device in self._devices] if draws else []
+        states = self._random_states() if draws else []
         try:
             result = func(*args, **kwargs)
         except Exception:
             if not _fails_without_values(func, args, kwargs):
                 self.refuse(f"{func} fails in the recorded batch, which the model may catch")
             raise
-        if not all(map(torch.equal, states, map(rng_state, self._devices))):
+        if draws and not all(map(torch.equal, states, self._random_states())):
             self.refuse(f"{func} draws random numbers")  # the pass may put the state back
         tensors = tensors_of((args, kwargs, result))
         if not all(map(is_plain, tensors)):
@@ -336,6 +344,8 @@ class _UnseenReads(TorchFunctionMode):
         name = getattr(func, "__name__", "").partition(".")[0]  # without that of an overload
         if any(_is_of_users(one) for one in (*types, func)):
             self._tape.refuse(f"{name} runs code of a user, whose reads no mode of torch sees")
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            self._tape.refuse("a tensor is given the memory of another one without an operation")
         values = [*args, *kwargs.values()]
         index = values[1] if name in _INDEXES else ()
         sizes = values[1:] if args else [value for key, value in kwargs.items() if key != "input"]
