@@ -355,6 +355,12 @@ class Row:
         return self.scalars[place]
 
 
+def by_the_memory_of_another(x):
+    given = torch.zeros(len(x), 1, device=x.device)
+    given.data = x.data
+    return given > 0
+
+
 def in_a_thread(x):
     with futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: x > 0).result()
@@ -430,6 +436,9 @@ NOT_REPLAYED = {
     "moves an iterator": lambda: Net(factor=lambda s, x: next(s.ones), ones=itertools.cycle([1.0])),
     "draws in Python": lambda: Net(factor=lambda s, x: 1.0 if random.random() >= 0 else 0.0),
     "draws in NumPy": lambda: Net(factor=lambda s, x: 1.0 if np.random.rand() >= 0 else 0.0),  # noqa: NPY002
+    "draws in a thread": lambda: Net(
+        factor=lambda s, x: 1.0 if POOL.submit(lambda: torch.rand(()).item()).result() >= 0 else 0.0
+    ),
     "dropped": lambda: Net(factor=lambda s, x: 1 + 0 * F.dropout(x, 0.5).sum()),
     "reads through NumPy": lambda: Net(
         factor=lambda s, x: torch.from_numpy(x.detach().numpy().max(1, keepdims=True).copy())
@@ -464,6 +473,7 @@ NOT_REPLAYED = {
     "splits by a tensor": lambda: doubles(split_by_a_tensor),
     "splits by a named tensor": lambda: doubles(split_by_a_named_tensor),
     "selects by mask": lambda: Net(selects_by_mask),
+    "is given the memory of another": lambda: doubles(by_the_memory_of_another),
     "computes in a thread": lambda: doubles(in_a_thread),
     "computes in a thread, and collects": lambda: doubles(in_a_thread_after_a_collection),
     "computes in a thread that holds it": lambda: doubles(in_a_thread_that_holds_it),
@@ -698,6 +708,9 @@ CHANGES = {
     "an attribute of a dict": lambda model: setattr(model.held["subclass"], "scale", 6.0),
     "what a partial function holds": lambda model: model.held["partial"].keywords["by"].update(scale=6.0),
     "what the object of a method holds": lambda model: model.held["method"]().update(scale=6.0),
+    "what the object of a built-in method holds": lambda model: model.held["built-in"].__self__.update(
+        scale=6.0
+    ),
     "mangled slots": lambda model: model.held["mangled"].put(6.0),
     "the order of layers": put("layers", lambda old: nn.ModuleList(reversed(old))),
 }
@@ -757,6 +770,7 @@ def held():
         "partial": functools.partial(lambda by: by["scale"], by={"scale": 1.0}),
         "lists": [[[[[1.0]]]]],
         "method": Mangled({"scale": 1.0}).get,
+        "built-in": {"scale": 1.0}.get,
         "modules": [nn.Threshold(0.0, 1.0)],
     }
 
@@ -766,7 +780,7 @@ def product_of(held):
     firsts = [held[name][0] for name in ("array", "objects", "numbers", "bytes", "deque")]
     firsts += [6.0 if "gain" in held["named"] else 1.0, 6.0 if hasattr(held["object"], "gain") else 1.0]
     firsts += [held["mangled"].get(), held["subclass"].scale, held["partial"](), held["modules"][0].value]
-    firsts += [held["method"]()["scale"]]
+    firsts += [held["method"]()["scale"], held["built-in"]("scale")]
     return math.prod(
         [*map(float, firsts), held["slots"].calls, held["list"][300], held["lists"][0][0][0][0][0]]
     )
@@ -1365,6 +1379,13 @@ class Text(str):
     scale: float
 
 
+class Short(float):
+    """A number whose text leaves digits out."""
+
+    __slots__ = ()
+    __repr__ = lambda self: "number"  # noqa: E731
+
+
 def with_scale(owner, scale):
     owner.scale = scale
     return owner
@@ -1379,6 +1400,10 @@ KINDS_OF_BATCHES = {
     "key": (
         lambda x, late: {"x": x, True if late else 1: x + 0},
         lambda batch: 5.0 if any(key is True for key in batch) else 2.0,
+    ),
+    "key of the same text": (
+        lambda x, late: {"x": x, "text": "a", Short(5.0 if late else 2.0): x + 0},
+        lambda batch: sum(key for key in batch if isinstance(key, Short)),
     ),
     "quantized": (
         lambda x, late: {"x": x, "q": torch.quantize_per_tensor(x, 0.5 if late else 0.2, 0, torch.qint8)},

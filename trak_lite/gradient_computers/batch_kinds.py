@@ -150,7 +150,7 @@ def leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             return is_plain and not vars(value)  # attributes of a user
         parts: Sequence[Any] | None = None
         if isinstance(value, Mapping):
-            parts, names = [*value.values()], [*map(repr, value)]  # 1 and True are equal
+            parts, names = [*value, *value.values()], [str(len(value))]
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [field.name for field in dataclasses.fields(value)]
             parts = [getattr(value, name) for name in names]
@@ -162,9 +162,11 @@ def leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             beside = attributes_beside(value)
             flags.append((type(value), *names, *beside))
             return all(map(walk, parts)) and all(map(walk_beside, beside.values()))
-        flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
-        has_more = hasattr(value, "__dict__") and not isinstance(value, enum.Enum)  # attributes
-        return value is None or (isinstance(value, bool | int | float | str) and not has_more)
+        # The text of the base class: that of others may leave digits out. 1, 1.0 and True lead to other dtypes.
+        base = next((kind for kind in (int, float, str) if isinstance(value, kind)), object)
+        flags.append((type(value), base.__repr__(value)))
+        is_known = value is None or (base is not object and not attributes_beside(value))
+        return is_known or isinstance(value, enum.Enum)
 
     def walk_beside(value: Any) -> bool:
         index = next((i for i, leaf in enumerate(leaves) if leaf is value), None)

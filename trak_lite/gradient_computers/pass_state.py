@@ -42,8 +42,9 @@ _MOST_ENTRIES: Final = 1 << 13
 _MOST_ARRAY_BYTES: Final = 1 << 18
 """Of all arrays in the attributes of a model that is replayed: a checksum is computed before every replay."""
 _NUMBERS = bool, int, float, complex
-_ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType)
 _ATOM_TYPES: Final = frozenset(_ATOMS)
+_METHODS = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType  # also built-in functions
 _UNSEEN_READS: Final = frozenset({"DisableTorchFunction", "_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see, and what turns the mode off."""
 _UNSEEN_IN_SCRIPTS: Final = (
@@ -55,10 +56,7 @@ _IS_OWN: Final = weakref.WeakKeyDictionary[type, bool]()
 _NOT_OWN: Final = frozenset({"abc", "builtins", "torch", "trak_lite"})
 _CONTAINERS: Final = frozenset({dict, types.MappingProxyType, list, tuple, set, frozenset, deque, np.ndarray})
 _NOT_ENTERED: Final = (Tensor, types.FunctionType, type, logging.Filterer, io.IOBase)
-_MEMBER_TYPES: Final = _ATOM_TYPES | {
-    *(types.FunctionType, property, classmethod, staticmethod),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType),
-}
+_MEMBER_TYPES: Final = _ATOM_TYPES | {types.FunctionType, property, classmethod, staticmethod}
 """Types of attributes of classes that hold nothing else."""
 _ABSENT: Final = ...
 _COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
@@ -169,7 +167,7 @@ class _Contents:
             return
         elif isinstance(value, functools.partial):
             contents = [value.func, value.args, value.keywords]
-        elif isinstance(value, types.MethodType):
+        elif isinstance(value, _METHODS):
             contents = [value.__self__]
         elif _package_of(kind := type(value).__module__) == "torch" and "distributions" not in kind:
             return
@@ -352,7 +350,8 @@ def _code_of(modules: Iterable[nn.Module], task: Any) -> Iterator[Any]:
         if _package_of(cls.__module__) not in _NOT_OWN:
             for name, value in vars(cls).items():
                 yield from functions_of(value)
-                if not name.startswith("__") and isinstance(value, (*_ATOMS, list, dict, set, Tensor)):
+                is_value = isinstance(value, (*_ATOMS, *_METHODS, list, dict, set, Tensor))
+                if is_value and not name.startswith("__"):
                     yield value
 
 
@@ -372,10 +371,11 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         return value.shape, value.dtype, None if value.dtype == object else zlib.crc32(value.tobytes())
     if isinstance(value, Sized) and (length := _length_of(value)) > _MOST_DESCRIBED:
         return id(value), length
-    if isinstance(value, types.MethodType):
-        if outside is not None and isinstance(value.__func__, types.FunctionType):
-            outside.note(value.__func__, [value.__self__])
-        return described(value.__func__), described(value.__self__)
+    if isinstance(value, _METHODS):
+        function = value.__func__ if isinstance(value, types.MethodType) else value.__name__
+        if outside is not None and isinstance(function, types.FunctionType):
+            outside.note(function, [value.__self__])
+        return described(function), described(value.__self__)
     if isinstance(value, types.FunctionType):
         if _package_of(value.__module__) == "torch":
             return id(value)
