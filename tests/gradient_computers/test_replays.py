@@ -181,8 +181,13 @@ def convolved():
     return Net(forward, first=nn.Conv1d(1, 4, 3), last=nn.Linear(12, 3))
 
 
+class Weight(nn.Parameter):
+    """A parameter of a class of its own, which overrides no function."""
+
+
 REPLAYED = {
     "perceptron": Net,
+    "has parameters of a class": lambda: Net(lambda s, x: s.logits(x) + s.shift, shift=Weight(torch.randn(3))),
     "replaces a buffer": lambda: Net(does=counts, buffers={"calls": torch.zeros(())}),
     "convolution": convolved,
     "pooled": lambda: Net(pooled, first=nn.Conv1d(1, 4, 3), last=nn.Linear(4, 3)),

@@ -21,6 +21,7 @@ from trak_lite.types import Batch
 
 _MOST_ENTRIES: Final = 1 << 14
 """Of a list in a batch that is replayed: all are compared in every batch."""
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 
 
 class ReplayedComputer(CheckedComputer, Protocol):
@@ -162,11 +163,12 @@ def leaves_of(batch: Batch) -> tuple[list[Tensor] | None, Hashable]:
             beside = attributes_beside(value)
             flags.append((type(value), *names, *beside))
             return all(map(walk, parts)) and all(map(walk_beside, beside.values()))
-        # The text of the base class: that of others may leave digits out. 1, 1.0 and True lead to other dtypes.
+        if type(value) in _PLAIN:
+            flags.append((type(value), repr(value)))  # 1, 1.0 and True are equal, but lead to other dtypes
+            return True
         base = next((kind for kind in (int, float, str) if isinstance(value, kind)), object)
-        flags.append((type(value), base.__repr__(value)))
-        is_known = value is None or (base is not object and not attributes_beside(value))
-        return is_known or isinstance(value, enum.Enum)
+        flags.append((type(value), base.__repr__(value)))  # that of other classes may leave digits out
+        return isinstance(value, enum.Enum) or (base is not object and not attributes_beside(value))
 
     def walk_beside(value: Any) -> bool:
         index = next((i for i, leaf in enumerate(leaves) if leaf is value), None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, final
 
 import numpy as np
@@ -342,7 +342,7 @@ class _UnseenReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]  # without that of an overload
-        if any(_is_of_users(one) for one in (*types, func)):
+        if any(map(_is_of_users, (func, *(cls.__torch_function__ for cls in types)))):
             self._tape.refuse(f"{name} runs code of a user, whose reads no mode of torch sees")
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             self._tape.refuse("a tensor is given the memory of another one without an operation")
@@ -372,8 +372,8 @@ class _UnseenReads(TorchFunctionMode):
 
 
 def _is_of_users(function: Any) -> bool:
-    """Whether it is a class, or a function in Python, that is none of torch; torch runs it without its modes."""
-    is_python = isinstance(function, type | FunctionType)
+    """Whether it is a function or a method in Python that is none of torch; torch runs it without its modes."""
+    is_python = isinstance(function, FunctionType | MethodType)
     return is_python and str(function.__module__).partition(".")[0] != "torch"
 
 
