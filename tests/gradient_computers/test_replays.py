@@ -441,6 +441,12 @@ NOT_REPLAYED = {
     "moves an iterator": lambda: Net(factor=lambda s, x: next(s.ones), ones=itertools.cycle([1.0])),
     "draws in Python": lambda: Net(factor=lambda s, x: 1.0 if random.random() >= 0 else 0.0),
     "draws in NumPy": lambda: Net(factor=lambda s, x: 1.0 if np.random.rand() >= 0 else 0.0),  # noqa: NPY002
+    "draws by a generator of Python": lambda: Net(
+        factor=lambda s, x: 1.0 if s.rng.random() >= 0 else 0.0, rng=random.Random(0)
+    ),
+    "draws by a generator of NumPy": lambda: Net(
+        factor=lambda s, x: 1.0 if s.rng.random() >= 0 else 0.0, rng=np.random.default_rng(0)
+    ),
     "draws in a thread": lambda: Net(
         factor=lambda s, x: 1.0 if POOL.submit(lambda: torch.rand(()).item()).result() >= 0 else 0.0
     ),

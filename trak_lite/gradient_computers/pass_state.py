@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dis
 import functools
@@ -9,6 +10,7 @@ import io
 import itertools
 import logging
 import operator
+import pickle
 import random
 import sys
 import types
@@ -45,6 +47,7 @@ _NUMBERS = bool, int, float, complex
 _ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType)
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _METHODS = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType  # also built-in functions
+_GENERATORS: Final = random.Random, np.random.Generator, np.random.RandomState
 _UNSEEN_READS: Final = frozenset({"DisableTorchFunction", "_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see, and what turns the mode off."""
 _UNSEEN_IN_SCRIPTS: Final = (
@@ -369,8 +372,11 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
     described = functools.partial(_described, seen=seen, depth=depth - 1, outside=outside)
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype, None if value.dtype == object else zlib.crc32(value.tobytes())
-    if isinstance(value, Sized) and (length := _length_of(value)) > _MOST_DESCRIBED:
-        return id(value), length
+    with contextlib.suppress(NotImplementedError, TypeError):  # of a tuple that is one thing (irreps of e3nn)
+        if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
+            return id(value), len(value)
+    if type(value) in _GENERATORS:
+        return pickle.dumps(value)
     if isinstance(value, _METHODS):
         function = value.__func__ if isinstance(value, types.MethodType) else value.__name__
         if outside is not None and isinstance(function, types.FunctionType):
@@ -413,13 +419,6 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         if outside is not None:
             outside.note(call, [value])
     return [described(one) for one in held] or repr(value)
-
-
-def _length_of(value: Sized) -> int:
-    try:
-        return len(value)
-    except (NotImplementedError, TypeError):  # of a tuple that is one thing (irreps of e3nn)
-        return 0
 
 
 def _holders(owner: Any) -> Sequence[Any]:
