@@ -651,6 +651,54 @@ def test_the_models_own_state_dict_among_others_is_that_of_the_call(make):
     assert_right(found, lambda: make().train(), [early, own])
 
 
+class Extra(nn.Linear):
+    """Has an entry of the state dict that is no tensor."""
+
+    factor = 3.0
+
+    def get_extra_state(self):
+        return {"factor": self.factor}
+
+    def set_extra_state(self, state):
+        self.factor = state["factor"]
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.parametrize("make", [nn.Linear, Extra])
+@pytest.mark.parametrize("engine", ["auto", "functional"])
+def test_a_state_dict_with_some_tensors_of_the_model_has_those_of_the_call(make, engine):
+    """As ``{**model.state_dict(), "bias": another}``."""
+    model = make(4, 3)
+    early = copied(nn.Linear(4, 3), -2)
+    if make is Extra:
+        early["_extra_state"] = {"factor": 5.0}
+    part = {**model.state_dict(), "bias": torch.ones(3)}
+    expected = [early, copy.deepcopy(part), copy.deepcopy(model.state_dict())]
+    found = scores(model, engine, states=[early, part, model.state_dict()])
+    assert_right(found, lambda: make(4, 3), expected)
+
+
+class Replaced(nn.Linear):
+    """Replaces its parameters when a state dict is loaded."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *_):
+        for name in ("weight", "bias"):
+            setattr(self, name, nn.Parameter(state_dict[f"{prefix}{name}"].clone()))
+
+
+@pytest.mark.parametrize("engine", ["hook", "functional", "iterative"])
+def test_parameters_that_loading_replaces_come_back(engine):
+    model = nn.Sequential(Replaced(4, 3), nn.Tanh(), nn.Linear(3, 3))
+    parameters, own = list(model.parameters()), copied(model)
+    states = [copied(model, -2), own, copied(model, 0.5)]
+    found = scores(model, engine, states=[states[0], model.state_dict(), states[2]])
+    assert_right(found, lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)), states)
+    assert all(now is was for now, was in zip(model.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
+
+
 def test_a_generator_may_train_the_model_itself():
     """It goes on with the weights that it yielded last, and yields the model's own tensors."""
     model, seen = nn.Linear(4, 3), []

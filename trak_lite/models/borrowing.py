@@ -111,8 +111,8 @@ class BorrowedModel:
     """The caller's modes, in which ``own`` was read, of the modules that override ``train``."""
     put_back: Callable[[], None]
     """Undoes what passes set in attributes of the modules."""
-    replaced: list[tuple[dict[str, nn.Module | None], dict[str, nn.Module | None]]]
-    """Submodules of modules that replaced one when a checkpoint was loaded, now and before."""
+    replaced: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Submodules and parameters of modules that replaced one when a checkpoint was loaded, now and before."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone."""
@@ -124,15 +124,16 @@ class BorrowedModel:
             for name, buffer in self.model.named_buffers():
                 if name not in state and name in self.own:
                     buffer.copy_(self.own[name])
-        places = [m._modules for m in self.model.modules() if isinstance(m._modules, dict)]  # scripted: none
-        before = [(live, live.copy()) for live in places]
+        places = [live for m in self.model.modules() for live in (m._modules, m._parameters)]
+        before = [(live, live.copy()) for live in places if isinstance(live, dict)]  # scripted: none
         try:
             load_into(self.model, checkpoint, self.own, self.modes)
         finally:
-            self.replaced.extend((live, was) for live, was in before if live != was)
+            # By identity: == of parameters compares their entries, and a module may define its own.
+            self.replaced.extend((live, was) for live, was in before if _ids(live) != _ids(was))
 
     def put_modules_back(self) -> None:
-        """Put back the submodules that were replaced when a checkpoint was loaded (the quantisers of brevitas)."""
+        """Put back submodules and parameters that the loading of a checkpoint replaced (the quantisers of brevitas)."""
         for live, was in self.replaced:
             live.clear()
             live.update(was)
@@ -310,6 +311,10 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
 def _is_like(grad: Tensor | None, p: nn.Parameter) -> bool:
     """Whether autograd would add to a gradient: ``.data`` of its parameter may have been replaced since."""
     return grad is None or (grad.dtype == p.dtype and grad.shape == p.shape)
+
+
+def _ids(values: Mapping[str, Any]) -> dict[str, int]:
+    return {name: id(value) for name, value in values.items()}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -61,11 +61,10 @@ def load_into(
     reshard(model)
     source = Path(checkpoint.source or "")
     adapters: dict[str, Mapping[str, Any]] = {}
-    load = None if original is not None and _is_of(model, checkpoint) else checkpoint.load
+    load, state = checkpoint.load, original or {}
     if load is None:
         if original is None:
             return
-        state: Mapping[str, Any] = original
     elif source.name in ADAPTER_FILES and not checkpoint.has_loader:
         # Beside it may be those of others: the model's active adapters say which are read.
         state, files = {}, adapter_files(model, source)
@@ -76,6 +75,9 @@ def load_into(
         raise CheckpointError(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
+    if checkpoint.is_held and original is not None and not is_sharded(model):
+        state, is_present = _with_own_values(model, state, original)
+        load = None if is_present else load
     adapters = adapters or unnamed_adapter(model, state)
     if not adapters:
         state = _converted(model, state)
@@ -156,16 +158,25 @@ def _modes_when_saved(model: nn.Module, state: Mapping[str, Any]) -> dict[str, b
     }
 
 
-def _is_of(model: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint is ``model.state_dict()``, whose tensors have what was loaded last by now.
+def _with_own_values(
+    model: nn.Module, state: Mapping[str, Any], original: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], bool]:
+    """Return a state dict with the model's values for tensors of the model, and whether these are all its entries.
 
-    A generator or a loader may have put other values into them since; then these are meant.
+    Such tensors (of ``model.state_dict()``) have what was loaded last by now. A generator or a loader may have put
+    other values into them since; then these are meant.
     """
-    if not checkpoint.is_held or checkpoint.load is None or is_sharded(model):
-        return False
-    state, held = unwrapped(checkpoint.load()), model.state_dict(keep_vars=True)
-    values, _ = _under_own_names(state, held)
-    return values.keys() == held.keys() and all(_is_same(value, held[name]) for name, value in values.items())
+    held = model.state_dict(keep_vars=True)
+    own = {id(held[name]): value for name, value in original.items() if name in held}
+    values, versions = _under_own_names(state, held)
+    shared = {
+        name: own[id(held[name])]
+        for name, value in values.items()
+        if name in held and id(held[name]) in own and _is_same(value, held[name])
+    }
+    if shared.keys() == held.keys():
+        return original, True
+    return with_versions({**values, **shared}, versions) if shared else state, False
 
 
 def _is_same(value: Any, held: Any) -> bool:
