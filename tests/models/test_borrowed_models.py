@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 
 import numpy as np
 import pytest
@@ -678,6 +679,17 @@ def test_a_state_dict_with_some_tensors_of_the_model_has_those_of_the_call(make,
     expected = [early, copy.deepcopy(part), copy.deepcopy(model.state_dict())]
     found = scores(model, engine, states=[early, part, model.state_dict()])
     assert_right(found, lambda: make(4, 3), expected)
+
+
+def test_a_transformers_that_cannot_be_imported_is_left_alone(monkeypatch):
+    """Its names are imported when they are read, which fails, for example, with a torchvision of another torch."""
+    monkeypatch.setitem(
+        sys.modules, "transformers", type("Lazy", (), {"__getattr__": lambda self, name: 1 / 0})()
+    )
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    model = nn.Linear(4, 3)
+    states = [copied(model, -2)]
+    assert_right(scores(model, states=states), lambda: nn.Linear(4, 3), states)
 
 
 class Replaced(nn.Linear):

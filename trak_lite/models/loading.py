@@ -113,7 +113,7 @@ def _converted(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     ViT), and converts it when it loads. A state dict that fits, or that Transformers cannot load as a whole, is
     returned as it is.
     """
-    pretrained = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    pretrained = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     inner: Any = getattr(model, "_orig_mod", getattr(model, "module", model))
     if not isinstance(inner, pretrained) or is_sharded(model) or hasattr(inner.config, "quantization_config"):
         return state
