@@ -99,9 +99,11 @@ def choose_gradient_computer(
         raise failures[0] from errors["iterative"]
     if len(set(map(str, errors.values()))) == 1:
         raise errors["iterative"]
+    # The slowest computer asks least of a model: what it refuses is the cause.
+    reasons = _reasons({name: errors[name] for name in reversed(GRADIENT_COMPUTERS)})
     raise UnsupportedModelError(
-        f"No gradient computer is exact for this model. {_reasons(errors)} Change the model there, or leave out of "
-        "grad_wrt the parameters that it uses there."
+        f"No gradient computer is exact for this model. {reasons} Change the model there, or leave out of grad_wrt the "
+        "parameters that it uses there."
     )
 
 

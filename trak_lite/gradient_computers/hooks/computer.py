@@ -363,9 +363,10 @@ class HookGradientComputer(AbstractStreamingComputer):
             raise UnsupportedModelError(
                 f"f depends on {list(plan.escaped)[:5]} through operations that hooks cannot see: an "
                 "autograd.Function, a scripted module, a transform of torch.func or other code that does not use torch "
-                "operations reads them, or the output function reads them in some batches only. Register a gradient "
-                "rule for the module (register_gradient_rule), use gradient_computer='functional' or 'iterative', or "
-                "pass strict=False to leave that part out."
+                "operations reads them, the model keeps a tensor of an earlier pass (a state that is not reset), or "
+                "the output function reads them in some batches only. Register a gradient rule for the module "
+                "(register_gradient_rule), use gradient_computer='functional' or 'iterative', or pass strict=False to "
+                "leave that part out."
             )
         unread = [name for name in kept if not plan.methods[name] and name not in plan.escaped]
         if self.strict and unread and not plan.routed:
