@@ -257,6 +257,26 @@ def test_a_captured_table_is_used_as_any_other_and_described(tmp_path, capsys):
         named.featurize(Rows(longer, name="data"), append=True)
 
 
+def test_lost_rows_of_a_capture_are_not_computed_with_the_weights_at_the_end(tmp_path):
+    model = Network()
+    start = copy.deepcopy(model.state_dict())
+    made = attributor(model)
+    with made.capture(data(), "a", folder=tmp_path / "weights") as capture:
+        epoch(model, capture, order())
+    next((tmp_path / "run.zarr" / "ckpt-0").glob("features/c*")).unlink()
+    later = attributor(Network())
+    said = "ckpt-0 has lost 80 of 80 rows that the capture 'a' took.*drop_checkpoint"
+    with pytest.raises(errors.StateError, match=said):
+        later.featurize(data(), tmp_path / "weights")
+    with pytest.raises(errors.StateError, match=said), later.capture(data(), "a", resume=True):
+        later.model.load_state_dict(model.state_dict())
+    later.model.load_state_dict(start)
+    later.drop_checkpoint("ckpt-0")
+    with later.capture(data(), "a") as capture:
+        rows = epoch(later.model, capture, order())
+    close(stored(later), rows, RTOL)
+
+
 def broken_off(capture, *args, lost=False, **options):
     """Train and capture rows of a block that an interrupt ends; the last ones may be killed before they are written."""
     with pytest.raises(KeyboardInterrupt), capture as taken:  # noqa: PT012

@@ -81,9 +81,17 @@ class TrainWork:
         # sharded model work in lockstep on the same rows, so they always wait.
         wait = (wait and not self._unfinished) or not session.ranks.lockstep.is_alone
         adam = session.adam_states(settings.normalization)
-        self._announce_fit(train_tables.get(digest), rows)
-        captured = _capture_of(checkpoint, train_tables.get(digest))
+        known = train_tables.get(digest)
+        self._announce_fit(known, rows)
+        captured = _capture_of(checkpoint, known)
         stages = capture_tables(session.store, captured) if workspace.exists and captured else {}
+        if captured and known is not None and not (stages or known.complete):
+            path = table_path(known)
+            raise StateError(
+                f"{path} has lost {len(known.pending())} of {len(rows)} rows that the capture {captured!r} took, whose "
+                f"weights are gone: those at its end give other rows. Restore the rows from a backup, or call "
+                f"drop_checkpoint({path!r}), and capture again or featurize the saved weights."
+            )
         model_id = model_id_for(digest, train_tables, session.store if workspace.exists else None)
         model_id = next(iter(stages), model_id)
         of_capture = {CAPTURED: captured} if captured else {}
