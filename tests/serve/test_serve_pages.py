@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import shutil
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from cli_cases import functions, opened
 from safetensors.torch import save_file
-from serve_cases import HOSTILE, finished_run, marks_in, pages_in, served
+from serve_cases import HOSTILE, RECIPE, finished_run, marks_in, pages_in, served
 from torch.utils.data import Subset, TensorDataset
 
 from trak_lite import Rows, try_removals, what_if
@@ -250,16 +251,31 @@ def test_a_set_that_is_made_again_is_shown_as_it_is_now(copy, recipe):
         assert [client.page(path).text for path in paths] == found != before
 
 
-def test_a_store_that_has_grown_asks_for_a_new_start(copy):
+@pytest.mark.parametrize("change", ["grown", "other columns", "other data"])
+def test_other_train_data_or_columns_ask_for_a_new_start(change, copy, tmp_path):
     made, data = opened(copy), functions(copy)["train_data"]()
-    grown = TensorDataset(*(torch.cat([part, part[:8]]) for part in data.tensors))
+    checkpoints = sorted((copy / "trained").glob("*.safetensors"))
     with served(pages_in(copy, recipe=False)) as client:
+        form = {"token": client.token(), "row": 3, "mark": "drop"}
         client.page("/?set=held-out&target=3")
-        made.featurize(Rows(grown), sorted((copy / "trained").glob("*.safetensors")), append=True)
-        made.drop_scores("held-out")
-        made.score(functions(copy)["target_data"](), "held-out")
-        answer = client.get("/?set=held-out&target=3")
-    assert "48 train rows now, and had 40 rows" in answer.text
+        if change == "grown":
+            longer = TensorDataset(*(torch.cat([part, part[:8]]) for part in data.tensors))
+            made.featurize(Rows(longer), checkpoints, append=True)
+            made.drop_scores("held-out")
+            made.score(functions(copy)["target_data"](), "held-out")
+        elif change == "other columns":
+            made.featurize(Rows(data), checkpoints, columns={"source": ["new"] * 39 + ["other"]})
+        else:
+            recipe = RECIPE.replace("return data(num_train, 1)", "return data(num_train, 3)")
+            (tmp_path / "other").mkdir()
+            other = finished_run(tmp_path / "other", recipe=recipe) / "run.zarr"
+            shutil.rmtree(copy / "run.zarr")
+            other.rename(copy / "run.zarr")
+        answers = [client.get(path) for path in ("/?set=held-out&target=3", "/review", "/marks.csv")]
+        answers.append(client.post("/mark", form))
+    assert [answer.status for answer in answers] == [409] * 4
+    assert all("other train data, or other columns of them" in answer.text for answer in answers)
+    assert "3" not in marks_in(copy)
 
 
 def test_a_recipe_of_other_data_or_weights_is_refused(copy):

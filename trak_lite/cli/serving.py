@@ -65,17 +65,18 @@ def pages_of(config: RunConfig) -> Pages:
         raise StateError(f"{path} has no train rows. Featurize them first: trak-lite run CONFIG.")
     file = beside(config, ".marks.json", "marks.json")
     marks = MarksFile(file, manifest.fingerprint.get("dataset", {}), num_rows)
-    names = partial(_names, config)
+    names, changes = partial(_names, config), partial(_refuse_changes, config, _train_rows(config))
     # A path would name folders and users of this machine on every page.
     title = PurePosixPath(str(path)).name
     task = str(manifest.fingerprint.get("task", {}).get("name", ""))
     if config.recipe is None:
-        sets = Sets(names, opener(config, manifest), columns, num_rows)
+        sets = Sets(names, opener(config, manifest), columns, num_rows, changes)
         return Pages(title, sets, marks, Renders(), task=task)
     live = _live_model(config, config.recipe)
     columns = {**columns, **recipe_columns(config.recipe, live.train)}
     method_of = methods_of(config, manifest)
-    sets = Sets(names, lambda name: live.attributor.scores(name, method=method_of(name)), columns, num_rows)
+    opened = lambda name: live.attributor.scores(name, method=method_of(name))  # noqa: E731
+    sets = Sets(names, opened, columns, num_rows, changes)
     task_of = lru_cache(partial(_task_of, config, live))
     return Pages(
         *(title, sets, marks, Renders(*renders(config)), live),
@@ -133,3 +134,19 @@ def _names(config: RunConfig) -> list[str]:
     with open_store(config.path) as store:
         first, names = scored_names(store, own=True), scored_names(store)
     return sorted(names, key=lambda name: (name != config.values["score"]["name"], name not in first, name))
+
+
+def _train_rows(config: RunConfig) -> tuple[object, object]:
+    """Return what identifies the train data in a store, and their columns."""
+    with open_store(config.path) as store:
+        columns = stored_columns(store).items()
+        content = {name: (column.texts, column.places.tobytes()) for name, column in columns}
+        return store.manifest.fingerprint.get("dataset"), content
+
+
+def _refuse_changes(config: RunConfig, began: tuple[object, object]) -> None:
+    if _train_rows(config) != began:
+        raise StateError(
+            f"{config.path} has other train data, or other columns of them, than when this server started. Start it "
+            "again."
+        )

@@ -258,6 +258,7 @@ class Pages:
             heappop(self._waiting)
             self._busy = True
         try:
+            self.sets.refuse_changes()
             yield
         finally:
             with self._free:

@@ -44,6 +44,8 @@ class Sets:
     """Columns of the train data by name."""
     num_rows: int
     """N."""
+    refuse_changes: Callable[[], None]
+    """Raises if the store has other train data or columns than these."""
     _kernels: dict[AbstractMethod, dict[str, list[SegmentKernel]]] = field(init=False, default_factory=dict)
     """Shared by all scores of the first method, because factorising a kernel takes longer than all the rest."""
     _scores: OrderedDict[str, Scores] = field(init=False, default_factory=OrderedDict)
@@ -86,11 +88,6 @@ class Sets:
 
     def _sharing(self, scores: Scores) -> Scores:
         """Return the scores; their source uses the shared kernels if it has any."""
-        if scores.shape[0] != self.num_rows:
-            raise StateError(
-                f"The store has scores of {scores.shape[0]} train rows now, and had {self.num_rows} rows when this "
-                "server started. Start it again."
-            )
         if scores.method.multiplies_rows and (not self._kernels or scores.method in self._kernels):
             scores.source.hold_kernels(self._kernels.setdefault(scores.method, {}))
         return scores
