@@ -3,6 +3,7 @@
 import copy
 import gc
 import sys
+from collections import deque
 
 import numpy as np
 import pytest
@@ -679,6 +680,31 @@ def test_a_state_dict_with_some_tensors_of_the_model_has_those_of_the_call(make,
     expected = [early, copy.deepcopy(part), copy.deepcopy(model.state_dict())]
     found = scores(model, engine, states=[early, part, model.state_dict()])
     assert_right(found, lambda: make(4, 3), expected)
+
+
+@pytest.mark.parametrize("engine", ["auto", "functional"])
+def test_a_tensor_of_the_model_under_the_name_of_another_has_the_values_of_the_call(engine):
+    """As in a model whose layers are swapped, to see what each is for."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    model = make()
+    own = dict(model.state_dict())
+    swapped = {**own, "0.weight": own["2.weight"], "2.weight": own["0.weight"]}
+    early = copied(model, -2)
+    one = {**early, "0.bias": own["2.bias"]}
+    expected = copy.deepcopy([early, swapped, one, own])
+    found = scores(model, engine, states=[early, swapped, one, own])
+    assert_right(found, make, expected)
+
+
+@pytest.mark.parametrize("kind", [dict.values, lambda states: deque(states.values())])
+def test_state_dicts_that_another_collection_holds_have_the_values_of_the_call(kind):
+    model = nn.Linear(4, 3)
+    early, own = copied(model, -2), copied(model)
+    found = scores(model, states=kind({"early": early, "now": model.state_dict()}))
+    assert_right(found, lambda: nn.Linear(4, 3), [early, own])
 
 
 def test_a_transformers_that_cannot_be_imported_is_left_alone(monkeypatch):

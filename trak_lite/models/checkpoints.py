@@ -13,8 +13,8 @@ import os
 import pickle
 import re
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,14 @@ HUGGING_FACE_FILES = (
     *ADAPTER_FILES,
 )
 """Names of weights in a folder saved by Hugging Face, the first that exists being used."""
+_COLLECTIONS: tuple[type[Collection[Any]], ...] = (
+    list,
+    tuple,
+    deque,
+    type({}.values()),
+    type(OrderedDict().values()),
+)
+"""Hold their items, so that no code of the user makes these while they are read."""
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 """Ends the names of what ``get_extra_state`` returned."""
@@ -131,11 +139,12 @@ def iterate_checkpoints(
                 raise
             lacking.append(error)
     elif _is_iterable(checkpoints):
-        if isinstance(checkpoints, list | tuple):
-            _refuse_shared(checkpoints)
+        is_collection = isinstance(checkpoints, _COLLECTIONS)
+        if is_collection:
+            _refuse_shared(list(checkpoints))
         for number, item in enumerate(checkpoints):
             for checkpoint in iterate_checkpoints(item, lacking=lacking):
-                is_held = checkpoint.is_held and isinstance(checkpoints, list | tuple)
+                is_held = checkpoint.is_held and is_collection
                 name = str(number) if isinstance(item, Mapping) else checkpoint.name
                 yield replace(checkpoint, name=name, is_held=is_held)
     else:
@@ -155,16 +164,21 @@ def _is_iterable(source: Any) -> bool:
 def _refuse_shared(items: Sequence[Any]) -> None:
     """Raise if two state dicts of a list hold the same tensors, which ``Module.state_dict`` returns at each call.
 
-    Those that share only some of them, or have other versions or other entries that are no tensors, may differ.
+    Those that share only some of them, or under other names, or have other versions or other entries that are no
+    tensors, may differ.
     """
     numbers: dict[Any, int] = {}
     for number, item in enumerate(items):
-        values = list(unwrapped(item).values()) if isinstance(item, Mapping) else []
-        if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values):
+        values = unwrapped(item) if isinstance(item, Mapping) else {}
+        if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values.values()):
             continue
-        addresses = frozenset((value.data_ptr(), value.shape) for value in values if value.numel())
+        addresses = frozenset(
+            (bare_name(name), value.data_ptr(), value.shape)
+            for name, value in values.items()
+            if value.numel()
+        )
         # Subclasses that hold no memory of their own have the address 0.
-        if not addresses or not all(address for address, _ in addresses):
+        if not addresses or not all(address for _, address, _ in addresses):
             continue
         first = numbers.setdefault((addresses, repr(module_versions(unwrapped(item)))), number)
         if items[first] is not item:  # the same object again is meant
@@ -179,11 +193,11 @@ def count_checkpoints(
     checkpoints: CheckpointSource, checkpoint_loader: Callable[[Any], Mapping[str, Tensor]] | None = None
 ) -> int | None:
     """Return the number of checkpoints of a source; ``None`` if it might have to make them to be counted."""
-    items = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
+    items = checkpoints if isinstance(checkpoints, _COLLECTIONS) else [checkpoints]
     plain = (str, os.PathLike, Mapping, Checkpoint, nn.Module, type(None))  # a module is refused
     if checkpoint_loader is None and not all(isinstance(item, plain) for item in items):
         return None
-    if isinstance(checkpoints, Iterable) and not isinstance(checkpoints, (*plain, list, tuple)):
+    if isinstance(checkpoints, Iterable) and not isinstance(checkpoints, (*plain, *_COLLECTIONS)):
         return None
     return sum(1 for _ in iterate_checkpoints(checkpoints, checkpoint_loader))
 

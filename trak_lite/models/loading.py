@@ -167,24 +167,28 @@ def _with_own_values(
     other values into them since; then these are meant.
     """
     held = model.state_dict(keep_vars=True)
-    own = {id(held[name]): value for name, value in original.items() if name in held}
+    numbers = {id(held[name]): value for name, value in original.items() if name in held}
+    own = {key: numbers[id(one)] for one in held.values() if id(one) in numbers and (key := _memory(one))}
     values, versions = _under_own_names(state, held)
-    shared = {
-        name: own[id(held[name])]
-        for name, value in values.items()
-        if name in held and id(held[name]) in own and _is_same(value, held[name])
-    }
-    if shared.keys() == held.keys():
+    # The memory counts, not the name: an entry may be the tensor of another layer.
+    shared = {name: own[key] for name, value in values.items() if (key := _memory(value)) in own}
+    if shared.keys() == held.keys() and all(_is_same(values[name], held[name]) for name in held):
         return original, True
     return with_versions({**values, **shared}, versions) if shared else state, False
 
 
 def _is_same(value: Any, held: Any) -> bool:
     """Return whether both are tensors that read the same memory in the same way."""
-    tensors = [one for one in (value, held) if isinstance(one, Tensor) and one.layout is torch.strided]
-    layouts = [(one.data_ptr(), one.dtype, one.device, one.shape, one.stride()) for one in tensors]
+    return _memory(value) is not None and _memory(value) == _memory(held)
+
+
+def _memory(value: Any) -> tuple[Any, ...] | None:
+    """Return what is equal for tensors that read the same memory in the same way; ``None`` if it is not known."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
     # Subclasses that hold no memory of their own have the address 0.
-    return len(layouts) == 2 and layouts[0] == layouts[1] and (held.data_ptr() != 0 or held.numel() == 0)
+    is_known = value.data_ptr() != 0 or value.numel() == 0
+    return (value.data_ptr(), value.dtype, value.device, value.shape, value.stride()) if is_known else None
 
 
 def _load_state(
