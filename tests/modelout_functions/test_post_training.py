@@ -140,6 +140,28 @@ def test_only_a_pair_of_equal_answers_has_no_gradient_and_it_is_exactly_0(name, 
     assert (attributor.gradient_norms()[0] == 0).tolist() == expected
 
 
+def test_settings_of_one_side_that_all_rows_share_may_be_tensors_without_axes():
+    """They are keyword arguments of the model, as a temperature."""
+
+    class Scaled(Tied):
+        def forward(self, input_ids, scale):
+            return {"logits": super().forward(input_ids)["logits"] * scale}
+
+    columns = {f"{side}_input_ids": cases.randint(cases.V, (B, T), 40) for side in ("chosen", "rejected")}
+    columns |= {f"{side}_labels": columns[f"{side}_input_ids"] for side in ("chosen", "rejected")}
+    for rejected, dtype, is_same in (
+        (2.0, torch.float32, True),
+        (3.0, torch.float32, False),
+        (2, torch.uint16, None),
+    ):
+        scales = {"chosen_scale": torch.tensor(2.0), "rejected_scale": torch.tensor(rejected, dtype=dtype)}
+        model = cases.prepared(Scaled(scores=False)).double()
+        terms = tasks.AnswerDifferenceModelOutput().evaluate(tasks.ModelCall(model), {**columns, **scales})
+        grads = torch.autograd.grad(terms.output.sum(), list(model.parameters()))
+        if is_same is not None:
+            assert all(not grad.any() for grad in grads) == is_same
+
+
 def rows_of(batch):
     """The rows of a batch, and the first one again."""
     if isinstance(batch, tuple):

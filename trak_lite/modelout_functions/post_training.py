@@ -227,9 +227,13 @@ def _are_equal(fields: dict[str, Any], like: Tensor) -> Tensor:
     equal = torch.ones_like(like, dtype=torch.bool)
     for name in {name.removeprefix(side) for side in _SIDES for name in fields if name.startswith(side)}:
         one, other = (fields.get(side + name) for side in _SIDES)
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
             return torch.zeros_like(equal)
-        equal = equal & (one == other).reshape(len(equal), -1).all(1)
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return torch.zeros_like(equal)
+        same = one == other
+        # A tensor without axes is a setting that all rows share.
+        equal = equal & (same.reshape(len(equal), -1).all(1) if same.dim() else same)
     return equal
 
 
