@@ -447,6 +447,9 @@ NOT_REPLAYED = {
     "draws by a generator of NumPy": lambda: Net(
         factor=lambda s, x: 1.0 if s.rng.random() >= 0 else 0.0, rng=np.random.default_rng(0)
     ),
+    "draws by a state of NumPy": lambda: Net(
+        factor=lambda s, x: 1.0 if s.rng.random() >= 0 else 0.0, rng=np.random.RandomState(0)
+    ),
     "draws in a thread": lambda: Net(
         factor=lambda s, x: 1.0 if POOL.submit(lambda: torch.rand(()).item()).result() >= 0 else 0.0
     ),

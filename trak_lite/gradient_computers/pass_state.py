@@ -10,7 +10,6 @@ import io
 import itertools
 import logging
 import operator
-import pickle
 import random
 import sys
 import types
@@ -376,7 +375,7 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         if isinstance(value, Sized) and len(value) > _MOST_DESCRIBED:
             return id(value), len(value)
     if type(value) in _GENERATORS:
-        return pickle.dumps(value)
+        return repr(value.getstate() if type(value) is random.Random else value._bit_generator.state)
     if isinstance(value, _METHODS):
         function = value.__func__ if isinstance(value, types.MethodType) else value.__name__
         if outside is not None and isinstance(function, types.FunctionType):
