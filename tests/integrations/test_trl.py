@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import types
 import warnings
 
 import hub_models as hub
@@ -495,6 +496,7 @@ def test_grpo_rows_are_the_trainers_loss_on_recorded_answers(name, build, tmp_pa
     )
     with helpers.recorded_rollouts(trainer) as rows:
         trainer.train()
+    del trainer.compute_loss
     assert len(rows) == sum(len(inputs["prompt_ids"]) for inputs in batches)
     inputs = max(batches, key=lambda one: float(one["advantages"].abs().sum()))
     with torch.no_grad():
@@ -584,18 +586,22 @@ def test_losses_that_are_no_task_are_refused(name, settings, message, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
-def test_a_subclass_with_a_loss_of_its_own_needs_a_task(method, tmp_path):
+@pytest.mark.parametrize("place", ["subclass", "class", "trainer"])
+def test_a_trainer_with_a_loss_of_the_users_needs_a_task(place, method, tmp_path, monkeypatch):
+    original = getattr(trl.DPOTrainer, method)
+
     def doubled(self, *args, **kwargs):
-        return 2 * getattr(trl.DPOTrainer, method)(self, *args, **kwargs)
+        return 2 * original(self, *args, **kwargs)
 
     class Own(trl.DPOTrainer):
         pass
 
-    setattr(Own, method, doubled)
     models = {"model": spread(hub.llama), "ref_model": spread(hub.llama, seed=1)}
     trainer = Own(**models, **given_to("DPO", tmp_path, PAIRS))
+    held = {"subclass": Own, "class": trl.DPOTrainer, "trainer": trainer}[place]
+    monkeypatch.setattr(held, method, types.MethodType(doubled, trainer) if place == "trainer" else doubled)
     rows = helpers.preference_rows(trainer)
-    with pytest.raises(InvalidInputError, match=rf"DPOTrainer has \{{'{method}': 'that of Own'\}}"):
+    with pytest.raises(InvalidInputError, match=rf"DPOTrainer has \{{'{method}': 'one of {__name__}'\}}"):
         huggingface.attributor_from_trainer(trainer, None, rows=rows)
     assert huggingface.attributor_from_trainer(trainer, None, "dpo", rows=rows).task.name == "dpo"
 

@@ -16,7 +16,6 @@ This module does not import TRL: trainers are recognised by the names of their c
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -286,11 +285,8 @@ _SUPPORTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 
 def trl_class(trainer: Any) -> str | None:
     """Return the name of the class of TRL that a trainer has or inherits from; ``None`` for other trainers."""
-    return next((cls.__name__ for cls in type(trainer).__mro__ if _is_of_trl(cls)), None)
-
-
-def _is_of_trl(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "trl"
+    names = (cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.partition(".")[0] == "trl")
+    return next(names, None)
 
 
 def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
@@ -305,10 +301,10 @@ def trl_task(trainer: Any, kind: str, rows: Any) -> Task:
     other = {name: value for name, value in settings.items() if value not in _SUPPORTED[kind][name]}
     if getattr(trainer, "compute_loss_func", None) is not None:
         other["compute_loss_func"] = trainer.compute_loss_func
-    for cls in itertools.takewhile(lambda cls: not _is_of_trl(cls), type(trainer).__mro__):
-        other |= {
-            name: f"that of {cls.__name__}" for name in ("compute_loss", "_compute_loss") if name in vars(cls)
-        }
+    for name in ("compute_loss", "_compute_loss"):  # a subclass may have its own, or another was set
+        module = getattr(getattr(trainer, name, None), "__module__", "trl")
+        if module.partition(".")[0] not in {"trl", "transformers", "trak_lite"}:
+            other[name] = f"one of {module}"
     if other:
         supported = {name: _SUPPORTED[kind].get(name, (None,))[0] for name in other}
         raise InvalidInputError(
