@@ -220,6 +220,14 @@ def test_layers_that_merge_weights_in_eval_mode_load_what_was_saved_in_train_mod
     assert model.eval()(TRAIN.tensors[0]).equal(outputs)
 
 
+def test_merged_weights_of_the_model_beside_others_are_refused():
+    """They are those of eval mode; a state dict is loaded in the mode in which it was saved."""
+    model = merging().eval()
+    some = {**model.state_dict(), "2.bias": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"those of eval mode.*model\.train\(\)"):
+        attributed(model).featurize(TRAIN, [copied(merging()), some])
+
+
 def test_rows_of_merged_weights_are_found_again_from_either_mode(tmp_path):
     model = merging()
     attributed(model, path=tmp_path / "a.zarr").featurize(TRAIN)

@@ -76,8 +76,15 @@ def load_into(
             f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
         )
     if checkpoint.is_held and original is not None and not is_sharded(model):
+        given = state
         state, is_present = _with_own_values(model, state, original)
         load = None if is_present else load
+        if state is not given and load is not None and not all(modes.values()):
+            raise CheckpointError(
+                f"Checkpoint {checkpoint.name!r} has some tensors of the model itself, which are those of eval mode, "
+                "and some others, whose mode is not known. Make it from copies, in train mode: model.train(), then "
+                "copy.deepcopy(model.state_dict())."
+            )
     adapters = adapters or unnamed_adapter(model, state)
     if not adapters:
         state = _converted(model, state)
