@@ -16,6 +16,8 @@ WHOLE = [name for names in CAMPAIGN.values() for name in names]
 def test_what_a_tier_names_is_there() -> None:
     for name in (*WHOLE, *SOME, *EACH_VALUE, *DAILY):
         file, *inside = name.split("::")
+        if (TESTS / file).is_dir():
+            continue
         text = (TESTS / file).read_text(encoding="utf-8")
         lost = [part for part in inside if not re.search(rf"^ *(def|class) {part}\b", text, re.M)]
         assert not lost, f"{file} has no {lost}"

@@ -248,7 +248,7 @@ def test_processes_that_meet_part_at_random(path, table, victims):
             starts.add(int(next(iter(next(work.rounds())))[0]))
     os.kill(other, signal.SIGKILL)
     victims.wait(other)
-    assert len(starts) > 3
+    assert len(starts) > 1  # of five, 12 times: none by chance would be another one in 2e-8 of the runs
     assert 0 not in starts
 
 
