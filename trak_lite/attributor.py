@@ -294,8 +294,8 @@ class Attributor:
             checkpoints: ``None`` for the model's current weights, a state dict (alone, or under ``"model"`` beside an
                 ``"optimizer"``), a path to a file or folder, or an iterable of these. Using 4 to 10 checkpoints of one
                 run is the cheapest way to better scores.
-            checkpoint_loader: Turns an item of ``checkpoints`` of any other type into a state dict. Tensors of the
-                model itself in it have what was loaded last, unless the loader changes them: return copies.
+            checkpoint_loader: Turns an item of ``checkpoints`` of any other type into a state dict. The model has its
+                own weights whenever it is called, also after it has loaded others into the model.
             append: Accept data with more rows than the store. If the data begins with the stored rows, according to
                 the digest or the name of ``Rows``, the remaining rows are appended. All checkpoints of the store must
                 then be featurized with the longer data before the next scoring.
@@ -649,6 +649,8 @@ class Attributor:
         """
         chosen = unprojected_scored_by(self._settings, EKFAC() if method is None else method)
         k = None if k is None else positive_int(k=k)
+        if isinstance(checkpoints, Iterator):  # the list shows if its state dicts are one and the same
+            checkpoints = list(checkpoints)
         checkpoint_list = list(iterate_checkpoints(checkpoints, checkpoint_loader))
         if not checkpoint_list:
             raise InvalidInputError(

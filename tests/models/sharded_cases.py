@@ -339,6 +339,7 @@ def checkpoints_found():
             p += 1
     states = [{name: p.clone() for name, p in other.state_dict().items()}, shard(other).state_dict()]
     states.append({name: p.redistribute(placements=[Replicate()]) for name, p in states[1].items()})
+    states.append(model.state_dict())
     return _found(model, [None, *states])
 
 

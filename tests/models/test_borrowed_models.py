@@ -707,6 +707,101 @@ def test_a_tensor_of_the_model_under_the_name_of_another_has_the_values_of_the_c
     assert_right(found, make, expected)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda own: {"0.weight": own["2.weight"].T},
+        lambda own: {"0.weight": own["0.weight"].T, "2.bias": own["0.weight"][:, 1]},
+        lambda own: {"0.bias": own["2.bias"][1].expand(4)},
+        lambda own: {"0.bias": torch.from_numpy(own["2.weight"].numpy()[1])},
+    ],
+)
+@pytest.mark.parametrize("is_part", [True, False])
+def test_views_of_the_models_tensors_have_the_values_of_the_call(view, is_part):
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    model = make()
+    early = copied(model, -2)
+    own = dict(model.state_dict())
+    viewed = {**(own if is_part else early), **view(own)}
+    expected = copy.deepcopy([early, viewed, own])
+    found = scores(model, states=[early, viewed, own])
+    assert_right(found, make, expected)
+
+
+def loaders(model):
+    """Loaders of "early" and "late", and the weights that are meant."""
+    own, early, late = model.state_dict(), copied(model, -2), copied(model, 0.5)
+
+    def copies(name):
+        for key, p in model.named_parameters():
+            p.data.copy_({"early": early, "late": late}[name][key])
+        return model.state_dict()
+
+    def loads_part(name):
+        model[0].load_state_dict(
+            {"weight": early["0.weight"], "bias": (early if name == "early" else late)["0.bias"]}
+        )
+        return {**model.state_dict(), "2.bias": own["2.bias"].clone()}
+
+    shifts = {"early": -0.3, "late": 0.4}
+    part = {**copied(model), "0.weight": early["0.weight"]}
+    return {
+        "held": ({"early": early, "late": own}.get, [early, copied(model)]),
+        "copied": (copies, [early, late]),
+        "part": (loads_part, [{**part, "0.bias": early["0.bias"]}, {**part, "0.bias": late["0.bias"]}]),
+        "computed": (
+            lambda name: {key: value + shifts[name] for key, value in model.state_dict().items()},
+            [{key: value + shift for key, value in own.items()} for shift in shifts.values()],
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", ["held", "copied", "part", "computed"])
+def test_a_loader_finds_the_model_with_its_own_weights(kind):
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    model = make()
+    loader, expected = loaders(model)[kind]
+    made, before = attributed(model), copied(model)
+    made.featurize(Rows(TRAIN, batch_size=4), ["early", "late", "late"], checkpoint_loader=loader)
+    found = made.score(Rows(TRAIN, batch_size=4)).numpy()
+    assert_right(found, make, copy.deepcopy(expected))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_merged_weights_that_a_loader_reads_are_those_of_train_mode():
+    model = merging().eval()
+    plain = copied(merging())
+    shifted = {name: value + 0.3 * (name == "2.bias") for name, value in plain.items()}
+    made = attributed(model)
+    made.featurize(
+        Rows(TRAIN, batch_size=4),
+        [0.3, 0.0],
+        checkpoint_loader=lambda shift: {
+            name: value + shift * (name == "2.bias") for name, value in model.state_dict().items()
+        },
+    )
+    assert_right(made.score(Rows(TRAIN, batch_size=4)).numpy(), merging, [shifted, plain])
+
+
+def test_tensors_of_the_model_that_a_generator_yields_after_other_weights_are_refused():
+    """It may mean the model's own weights, or those that it yielded last."""
+    model = nn.Linear(4, 3)
+    early, held = copied(model, -2), model.state_dict()
+    expected = [early, copied(model)]
+    for last in (held, {name: value[:] for name, value in held.items()}, {**early, "bias": held["bias"]}):
+        with pytest.raises(
+            CheckpointError, match=r"'1' has tensors of the model, which hold .* '0'.*None for"
+        ):
+            attributed(model).featurize(Rows(TRAIN, batch_size=4), iter([early, last]))
+    made = attributed(model)
+    made.featurize(Rows(TRAIN, batch_size=4), iter([held, early, None]))
+    assert_right(made.score(TRAIN, checkpoints=expected).numpy(), lambda: nn.Linear(4, 3), expected)
+
+
 @pytest.mark.parametrize("kind", [dict.values, lambda states: deque(states.values())])
 def test_state_dicts_that_another_collection_holds_have_the_values_of_the_call(kind):
     model = nn.Linear(4, 3)
@@ -758,6 +853,8 @@ def test_a_generator_may_train_the_model_itself():
     made = attributed(model)
     made.featurize(Rows(TRAIN, batch_size=4), trained())
     assert_right(made.score(TRAIN, checkpoints=seen).numpy(), lambda: nn.Linear(4, 3), seen)
+    with pytest.raises(CheckpointError, match="state dicts 0 and 1 of the list share their tensors"):
+        made.stream_scores(TRAIN, TRAIN, checkpoints=trained(), method=GradDot(q="off"))
 
 
 class Equal(nn.Linear):

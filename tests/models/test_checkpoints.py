@@ -467,6 +467,9 @@ def test_checkpoints_are_told_apart_by_what_a_wrapper_of_tensors_holds():
         return made.score(data).numpy()
 
     np.testing.assert_allclose(scores(states), 13 * scores(states[:1]), rtol=0.01)  # the mean of 1 and 25
+    np.testing.assert_allclose(scores([states[1], model.state_dict()]), scores(states), rtol=0.01)
+    with pytest.raises(CheckpointError, match="share their tensors"):
+        scores([model.state_dict(), model.state_dict()])
     assert model.table.b.tolist() == [2.0, 2.0, 2.0]
 
 

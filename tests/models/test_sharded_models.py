@@ -142,9 +142,9 @@ def test_how_gradients_come_about_is_told_as_of_a_whole_model(looks):
 
 
 def test_sharded_state_dicts_are_checkpoints_too_and_keep_versions(looks):
-    """Besides the model's own weights there are those of one other model, in three and in four forms."""
+    """Besides the model's own weights, also among others, there are those of one other model in several forms."""
     for look in looks:
-        assert (look["checkpoints"], look["versions"]) == ((2, 2), (1, 3))
+        assert (look["checkpoints"], look["versions"]) == ((2, 3), (1, 3))
 
 
 def test_what_is_not_supported_is_refused_by_name(looks):

@@ -30,6 +30,7 @@ from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
+from trak_lite.models._adapters import parameter_versions
 from trak_lite.models.borrowing import BorrowedModel, borrow_model, turn_of_thread
 from trak_lite.models.checkpoints import (
     Checkpoint,
@@ -38,6 +39,7 @@ from trak_lite.models.checkpoints import (
     noted_checkpoint,
     weights_digest,
 )
+from trak_lite.models.loading import shares_memory
 from trak_lite.models.optimizers import AdamStates, adam_states
 from trak_lite.models.sharded import Lockstep
 from trak_lite.parallel.ranks import Ranks, joined_ranks
@@ -206,7 +208,7 @@ class FeaturizingSession:
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
-        self._digest = ""
+        self._digest, self._versions = "", dict[str, int | None]()
         self._adam: AdamStates | None = None
 
     @property
@@ -334,10 +336,12 @@ class FeaturizingSession:
 
     def load(self, checkpoint: Checkpoint) -> str:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
+        if self._loaded is not None:
+            self._refuse_untouched(checkpoint, self._loaded)
         self._borrowed.load(checkpoint)
         self._loaded, self._adam = checkpoint, None
         self.settings.task.prepare(self.model)
-        self._digest = weights_digest(self.model)
+        self._digest, self._versions = weights_digest(self.model), parameter_versions(self.model)
         computer, held = self._computer, self.run.computers
         is_own = type(computer) in GRADIENT_COMPUTERS.values()  # others may hold copies of the weights
         if held is None and is_own and isinstance(computer, AbstractStreamingComputer):
@@ -345,6 +349,23 @@ class FeaturizingSession:
         else:
             self._computer = (held or {}).get(self._digest)
         return self._digest
+
+    def _refuse_untouched(self, checkpoint: Checkpoint, last: Checkpoint) -> None:
+        """Raise if an iterator yields tensors of the model, in which nothing has changed since another was loaded.
+
+        They may be meant with the model's own values, or with those that a training would have gone on from.
+        """
+        is_yielded = not (checkpoint.source or checkpoint.is_held or checkpoint.has_loader)
+        if not is_yielded or checkpoint.load is None or last.load is None:
+            return
+        is_own = shares_memory(self.model, checkpoint.load())
+        is_untouched = is_own and parameter_versions(self.model) == self._versions
+        if self.ranks.lockstep.any(is_untouched) and weights_digest(self.model) == self._digest:
+            raise CheckpointError(
+                f"Checkpoint {checkpoint.name!r} has tensors of the model, which hold the weights of checkpoint "
+                f"{last.name!r}, because that was loaded before. Yield copies that were made before the call, "
+                "copy.deepcopy(model.state_dict()), or None for the model's own weights."
+            )
 
     def check_train(self, table: AbstractRowTable) -> None:
         """Compute a few train rows of the loaded checkpoint again and compare, if the train data are available."""

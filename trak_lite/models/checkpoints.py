@@ -30,6 +30,7 @@ from trak_lite.core.json_text import parse_json
 from trak_lite.core.validate import require_function, some_of
 from trak_lite.errors import CheckpointError, refuse_signal, summary
 from trak_lite.models._adapters import ADAPTER_FILES, named_adapters
+from trak_lite.models.memory import layout_of
 from trak_lite.models.sharded import of_all_ranks, reshard
 
 logger = logging.getLogger(__name__)
@@ -170,15 +171,8 @@ def _refuse_shared(items: Sequence[Any]) -> None:
     numbers: dict[Any, int] = {}
     for number, item in enumerate(items):
         values = unwrapped(item) if isinstance(item, Mapping) else {}
-        if not all(isinstance(value, Tensor) and value.layout is torch.strided for value in values.values()):
-            continue
-        addresses = frozenset(
-            (bare_name(name), value.data_ptr(), value.shape)
-            for name, value in values.items()
-            if value.numel()
-        )
-        # Subclasses that hold no memory of their own have the address 0.
-        if not addresses or not all(address for _, address, _ in addresses):
+        addresses = frozenset((bare_name(name), layout_of(value)) for name, value in values.items())
+        if not addresses or not all(layout for _, layout in addresses):
             continue
         first = numbers.setdefault((addresses, repr(module_versions(unwrapped(item)))), number)
         if items[first] is not item:  # the same object again is meant

@@ -38,6 +38,7 @@ from trak_lite.models.checkpoints import (
     unwrapped,
     with_versions,
 )
+from trak_lite.models.memory import is_same, may_overlap
 from trak_lite.models.sharded import class_of, is_sharded, of_all_ranks, reshard, shard_like
 
 
@@ -61,7 +62,8 @@ def load_into(
     reshard(model)
     source = Path(checkpoint.source or "")
     adapters: dict[str, Mapping[str, Any]] = {}
-    load, state = checkpoint.load, original or {}
+    load = checkpoint.load
+    state: Mapping[str, Any] = original or {}
     if load is None:
         if original is None:
             return
@@ -70,21 +72,8 @@ def load_into(
         state, files = {}, adapter_files(model, source)
         adapters = {adapter: read_weights(file) for adapter, file in files.items()}
     else:
-        state = unwrapped(load())
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"Checkpoint {checkpoint.name!r} gave {type(state).__name__}, expected a mapping from names to tensors."
-        )
-    if checkpoint.is_held and original is not None and not is_sharded(model):
-        given = state
-        state, is_present = _with_own_values(model, state, original)
-        load = None if is_present else load
-        if state is not given and load is not None and not all(modes.values()):
-            raise CheckpointError(
-                f"Checkpoint {checkpoint.name!r} has some tensors of the model itself, which are those of eval mode, "
-                "and some others, whose mode is not known. Make it from copies, in train mode: model.train(), then "
-                "copy.deepcopy(model.state_dict())."
-            )
+        state, is_original = _given_state(model, checkpoint, original, modes)
+        load = None if is_original else load
     adapters = adapters or unnamed_adapter(model, state)
     if not adapters:
         state = _converted(model, state)
@@ -94,6 +83,13 @@ def load_into(
             put_values(model, state)
         else:
             _load_state(model, checkpoint, state, adapters, original)
+
+
+def shares_memory(model: nn.Module, given: Any) -> bool:
+    """Return whether a state dict may read the memory of a model's parameters or buffers."""
+    state = unwrapped(given)
+    tensors = [*model.parameters(), *model.buffers()]
+    return isinstance(state, Mapping) and may_overlap(state.values(), tensors)
 
 
 def put_values(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -165,37 +161,54 @@ def _modes_when_saved(model: nn.Module, state: Mapping[str, Any]) -> dict[str, b
     }
 
 
-def _with_own_values(
-    model: nn.Module, state: Mapping[str, Any], original: Mapping[str, Any]
+def _state_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the state dict of a checkpoint as it is given, or refuse what is none."""
+    state = unwrapped(None if checkpoint.load is None else checkpoint.load())
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        gave = f"names such as {next(iter(state))!r}" if isinstance(state, Mapping) else type(state).__name__
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.name!r} gave {gave}, expected a mapping from names to tensors."
+        )
+    return state
+
+
+def _given_state(
+    model: nn.Module, checkpoint: Checkpoint, original: Mapping[str, Any] | None, modes: Mapping[str, bool]
 ) -> tuple[Mapping[str, Any], bool]:
-    """Return a state dict with the model's values for tensors of the model, and whether these are all its entries.
+    """Return the state dict of a checkpoint, apart from the model's memory, and whether it is ``original``.
 
-    Such tensors (of ``model.state_dict()``) have what was loaded last by now. A generator or a loader may have put
-    other values into them since; then these are meant.
+    Tensors of the model have by now what was loaded last. Those of a state dict that is held, and those that a loader
+    reads, are meant with the model's own values, unless the loader itself sets others. A generator may have put other
+    values into the model since it was asked last; then these are meant.
     """
-    held = model.state_dict(keep_vars=True)
-    numbers = {id(held[name]): value for name, value in original.items() if name in held}
-    own = {key: numbers[id(one)] for one in held.values() if id(one) in numbers and (key := _memory(one))}
-    values, versions = _under_own_names(state, held)
-    # The memory counts, not the name: an entry may be the tensor of another layer.
-    shared = {name: own[key] for name, value in values.items() if (key := _memory(value)) in own}
-    if shared.keys() == held.keys() and all(_is_same(values[name], held[name]) for name in held):
-        return original, True
-    return with_versions({**values, **shared}, versions) if shared else state, False
-
-
-def _is_same(value: Any, held: Any) -> bool:
-    """Return whether both are tensors that read the same memory in the same way."""
-    return _memory(value) is not None and _memory(value) == _memory(held)
-
-
-def _memory(value: Any) -> tuple[Any, ...] | None:
-    """Return what is equal for tensors that read the same memory in the same way; ``None`` if it is not known."""
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return None
-    # Subclasses that hold no memory of their own have the address 0.
-    is_known = value.data_ptr() != 0 or value.numel() == 0
-    return (value.data_ptr(), value.dtype, value.device, value.shape, value.stride()) if is_known else None
+    own = original if checkpoint.is_held else None
+    if own is not None:
+        held = model.state_dict(keep_vars=True)
+        values, _ = _under_own_names(_state_of(checkpoint), held)
+        if values.keys() == held.keys() and all(is_same(values[name], held[name]) for name in held):
+            return own, True
+    if checkpoint.has_loader and original is not None:
+        with in_modes(model, modes):
+            put_values(model, original)
+    with in_modes(model, {}):  # in which a state dict is loaded
+        state = _state_of(checkpoint)
+        if not shares_memory(model, state):
+            return state, False
+        if own is not None:
+            if not all(modes.values()):
+                raise CheckpointError(
+                    f"Checkpoint {checkpoint.name!r} has some tensors of the model itself, which are those of eval "
+                    "mode, and some others, whose mode is not known. Make it from copies, in train mode: "
+                    "model.train(), then copy.deepcopy(model.state_dict())."
+                )
+            put_values(model, own)
+        copies = {
+            name: (value.detach().clone() if value.is_cpu else value.detach().cpu())
+            if isinstance(value, Tensor)
+            else value
+            for name, value in state.items()
+        }
+        return with_versions(copies, module_versions(state)), False
 
 
 def _load_state(
@@ -276,7 +289,7 @@ def _load_state(
 
 def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
     """Return whether two values are the same as those of a tensor of the model, NaN being equal to NaN."""
-    if _is_same(value, other):
+    if is_same(value, other):
         return True
     one, two = (of_all_ranks(tensor.detach()) for tensor in (value, other))
     if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in (one, two)):
