@@ -249,6 +249,17 @@ REFUSED: list[tuple[Any, str]] = [
         r"All names have the prefix 'net\.' there: pass a checkpoint_loader .*ckpt_weights, prefix='net\.'\)",
     ),
     ({"net.weight": torch.ones(2, 3)}, r"unexpected: \['net.weight'\]\. Build the model"),
+    (
+        {"a": filled(1.0), "b": filled(2.0)},
+        r"missing: \['weight', 'bias'\]\. It has weights under a, b: pass those",
+    ),
+    (
+        {"net": filled(1.0), "loss": torch.ones(()), "arch": "mlp"},
+        r"It has weights under net: .* state\['net'\]",
+    ),
+    ({"late.1": Path("late.pt"), "late.2": "late.pt"}, r"It has weights under late\.1, late\.2: .* list of"),
+    ({3: filled(1.0)}, r"gave names such as 3, expected .* It has weights under 3: pass those, state\[3\]"),
+    ({0: torch.ones(2, 3)}, r"gave names such as 0, expected a mapping from names to tensors\.$"),
     ({name: value.numpy() for name, value in filled(1.0).items()}, r"weight ndarray instead of \(2, 3\)"),
 ]
 

@@ -40,7 +40,8 @@ CheckpointSource: TypeAlias = Any
 such files, a :class:`Checkpoint`, or an iterable of these.
 
 A state dict may stand in a mapping beside that of the optimizer: ``{"model": ..., "optimizer": ...}``."""
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+"""End the names of files of weights."""
 INDEX = ".index.json"
 """Ends the name of a list of shards."""
 HUGGING_FACE_FILES = (
@@ -202,7 +203,7 @@ def noted_checkpoint(source: object) -> Checkpoint | None:
     The store may be untrusted: only a regular file with a known suffix of weight files is opened, and no code from it
     is run. The caller compares the digest of the weights.
     """
-    if not isinstance(source, str) or not source.endswith((*_SUFFIXES, INDEX)):
+    if not isinstance(source, str) or not source.endswith((*SUFFIXES, INDEX)):
         return None
     try:
         path = Path(source)
@@ -242,12 +243,12 @@ def _from_path(path: Path) -> Iterator[Checkpoint]:
         entries = [
             entry
             for entry in sorted(path.iterdir(), key=_natural)
-            if (entry.is_file() and entry.suffix in _SUFFIXES)
+            if (entry.is_file() and entry.suffix in SUFFIXES)
             or (entry.is_dir() and weights_inside(entry) is not None)
         ]
         if not entries:
             raise CheckpointError(
-                f"{path} holds no checkpoint. Expected files ending in {', '.join(_SUFFIXES)}, or folders with one "
+                f"{path} holds no checkpoint. Expected files ending in {', '.join(SUFFIXES)}, or folders with one "
                 f"of {', '.join(HUGGING_FACE_FILES)} in them."
             )
         for entry in entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from trak_lite.models.checkpoints import (
     EXTRA_STATE,
     INDEX,
     LIGHTNING,
+    SUFFIXES,
     Checkpoint,
     bare_name,
     entries_digest,
@@ -167,7 +169,7 @@ def _state_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         gave = f"names such as {next(iter(state))!r}" if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointError(
-            f"Checkpoint {checkpoint.name!r} gave {gave}, expected a mapping from names to tensors."
+            f"Checkpoint {checkpoint.name!r} gave {gave}, expected a mapping from names to tensors.{_parts_of(state)}"
         )
     return state
 
@@ -247,7 +249,7 @@ def _load_state(
     if missing or unexpected or shapes:
         problems = {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
         text = "; ".join(f"{kind}: {names[:5]}" for kind, names in problems.items() if names)
-        advice = "Build the model that the checkpoint was saved from."
+        advice = _parts_of(state).strip() or "Build the model that the checkpoint was saved from."
         if missing and (prefix := _common_prefix(missing, unexpected)):
             loader = LIGHTNING.format(f"prefix={prefix!r}")
             advice = (
@@ -285,6 +287,21 @@ def _load_state(
     # where no version is recorded, use the model's.
     versions = {**module_versions(held), **versions}
     model.load_state_dict(with_versions(entries, versions), strict=False)  # safetensors omits tied names
+
+
+def _parts_of(state: Any) -> str:
+    """Return advice for a mapping in which a name leads to weights, or to a file of these; empty for another one."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    parts = [
+        name
+        for name, value in items
+        if isinstance(value, os.PathLike)
+        or (isinstance(value, str) and value.endswith(SUFFIXES))
+        or (isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in unwrapped(value).values()))
+    ]
+    if not parts:
+        return ""
+    return f" It has weights under {some_of(parts)}: pass those, state[{parts[0]!r}], or a list of several of them."
 
 
 def _is_equal(value: Tensor, other: Tensor, held: Any) -> bool:
