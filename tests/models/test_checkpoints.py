@@ -191,6 +191,11 @@ def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path, load):
         summary, rows = load(nn.Linear(3, 2), source)
         assert [row.tolist() for row in rows] == [[6.0] * 8]
         assert summary.checkpoints == ("checkpoint-7" if source.is_dir() else "model.safetensors.index",)
+    save_file(
+        {"weight": torch.ones(2, 3), "bias": torch.full((2,), 6.0)}, folder / "bias.safetensors"
+    )  # an older one
+    save_file({"weight": torch.full((2, 3), 6.0), "bias": torch.ones(2)}, folder / "weight.safetensors")
+    assert [row.tolist() for row in load(nn.Linear(3, 2), folder)[1]] == [[6.0] * 8]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pickle
 import re
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,13 +52,7 @@ HUGGING_FACE_FILES = (
     *ADAPTER_FILES,
 )
 """Names of weights in a folder saved by Hugging Face, the first that exists being used."""
-_COLLECTIONS: tuple[type[Collection[Any]], ...] = (
-    list,
-    tuple,
-    deque,
-    type({}.values()),
-    type(OrderedDict().values()),
-)
+_COLLECTIONS: tuple[type[Any], ...] = (list, tuple, deque, type({}.values()), type(OrderedDict().values()))
 """Hold their items, so that no code of the user makes these while they are read."""
 _STEP_FOLDER = re.compile(r"checkpoint-\d+")
 EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -270,16 +264,19 @@ def read_weights(path: Path, *, weights_only: bool = True) -> Mapping[str, Tenso
 
     ``weights_only=False`` unpickles arbitrary objects, which can run code: use it only for trusted files.
     """
-    files = _shards(path) if path.name.endswith(INDEX) else [path]
-    shards = [_read_file(file, weights_only) for file in files]
-    versions = {name: version for shard in shards for name, version in module_versions(shard).items()}
-    return with_versions({name: value for shard in shards for name, value in shard.items()}, versions)
+    listed = _shards(path) if path.name.endswith(INDEX) else {}
+    files = sorted(set(listed.values())) or [path.name]
+    shards = [(file, _read_file(path.parent / file, weights_only)) for file in files]
+    versions = {name: version for _, shard in shards for name, version in module_versions(shard).items()}
+    # A file may have others from before, such as a weight that is in another file now.
+    read = ((name, shard[name]) for file, shard in shards for name in shard if listed.get(name, file) == file)
+    return with_versions(dict(read), versions)
 
 
-def _shards(index: Path) -> list[Path]:
+def _shards(index: Path) -> dict[str, str]:
     try:
-        listed = parse_json(index.read_bytes())["weight_map"].values()
-        names = sorted(set(listed))
+        listed = dict(parse_json(index.read_bytes())["weight_map"])
+        names = sorted(set(listed.values()))
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -290,7 +287,7 @@ def _shards(index: Path) -> list[Path]:
         raise CheckpointError(
             f"{index} lists {outside[:3] or 'no files'}. Expected names of files beside it; save the model again."
         )
-    return [index.parent / name for name in names]
+    return listed
 
 
 def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
