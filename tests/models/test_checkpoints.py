@@ -1,6 +1,7 @@
 """Checkpoints: every source, natural order, prefixes, versions, and refusals that leave the model as it was."""
 
 import collections
+import io
 import json
 import math
 import pickle
@@ -264,6 +265,15 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     ({"late.1": Path("late.pt"), "late.2": "late.pt"}, r"It has weights under late\.1, late\.2: .* list of"),
     ({3: filled(1.0)}, r"gave names such as 3, expected .* It has weights under 3: pass those, state\[3\]"),
+    *(
+        ({**filled(1.0), "weight": kind}, r"cannot be loaded into Linear: .*" + cause)
+        for kind, cause in (
+            (torch.ones(2, 3, device="meta"), "meta tensor"),
+            (torch.ones(2, 3).to_sparse(), "sparse Tensors"),
+        )
+    ),
+    (b"a.pt", "Cannot take checkpoints from bytes"),
+    (io.BytesIO(b"a\nb"), "Cannot take checkpoints from BytesIO"),
     ({0: torch.ones(2, 3)}, r"gave names such as 0, expected a mapping from names to tensors\.$"),
     ({name: value.numpy() for name, value in filled(1.0).items()}, r"weight ndarray instead of \(2, 3\)"),
 ]

@@ -152,8 +152,8 @@ def iterate_checkpoints(
 
 
 def _is_iterable(source: Any) -> bool:
-    """Return whether a source has items that are checkpoints: not the layers of a model, and no array of one number."""
-    is_one = isinstance(source, nn.Sequential) or getattr(source, "ndim", 1) == 0
+    """Return whether a source has items that are checkpoints: not layers, lines of a file, or one number."""
+    is_one = isinstance(source, nn.Sequential | bytes | io.IOBase) or getattr(source, "ndim", 1) == 0
     return isinstance(source, Iterable) and not is_one
 
 

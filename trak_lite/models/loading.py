@@ -278,15 +278,22 @@ def _load_state(
                 f"which are one tied weight of {class_of(model).__name__}. Expected equal values. Build the model "
                 "that the checkpoint was saved from, with these weights untied."
             )
-    entries = {
-        # Modules may keep and change a value that is no tensor.
-        name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in entries.items()
-    }
     # Modules may reject weights without a version (torchvision's MNASNet). Names and shapes match the model, so
     # where no version is recorded, use the model's.
     versions = {**module_versions(held), **versions}
-    model.load_state_dict(with_versions(entries, versions), strict=False)  # safetensors omits tied names
+    try:
+        entries = {
+            # Modules may keep and change a value that is no tensor.
+            name: shard_like(value, held[name]) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in entries.items()
+        }
+        model.load_state_dict(with_versions(entries, versions), strict=False)  # safetensors omits tied names
+    except RuntimeError as error:  # also of sparse and quantised tensors, and of those on the meta device
+        refuse_machine_failure(error)
+        raise CheckpointError(
+            f"Checkpoint {checkpoint.source or checkpoint.name!r} cannot be loaded into {class_of(model).__name__}: "
+            f"{' '.join(str(error).split())}. Expected values that load_state_dict of the model takes."
+        ) from error
 
 
 def _parts_of(state: Any) -> str:

@@ -20,7 +20,7 @@ def _parts(value: Any) -> Iterator[Tensor]:
 
 def _is_known(part: Tensor) -> bool:
     """Whether a tensor says where its memory is: wrappers that hold none of their own have the address 0."""
-    return part.layout is torch.strided and (part.data_ptr() != 0 or part.numel() == 0)
+    return part.layout is torch.strided and (part.data_ptr() != 0 or part.is_meta or part.numel() == 0)
 
 
 def layout_of(value: Any) -> tuple[Any, ...] | None:
