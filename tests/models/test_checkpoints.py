@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from tiny_runs import labelled
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import TensorDataset
 from versioned import Old, Versioned
@@ -197,6 +198,18 @@ def test_shards_that_an_index_lists_are_one_checkpoint(tmp_path, load):
     )  # an older one
     save_file({"weight": torch.full((2, 3), 6.0), "bias": torch.ones(2)}, folder / "weight.safetensors")
     assert [row.tolist() for row in load(nn.Linear(3, 2), folder)[1]] == [[6.0] * 8]
+
+
+def test_a_mean_of_weights_and_its_model_take_checkpoints_of_each_other(load):
+    model, mean = nn.Linear(3, 2), AveragedModel(nn.Linear(3, 2))
+    mean.update_parameters(model)
+    averaged = {**mean.state_dict(), **{f"module.{name}": value for name, value in filled(2.0).items()}}
+    for one in (model, mean):
+        _, rows = load(one, [averaged, filled(3.0), filled(2.0)])
+        assert [row.tolist() for row in rows][:2] == [[2.0] * 8, [3.0] * 8]
+    # The number of steps is no weight, but a buffer: what was loaded before is not kept.
+    steps = averaged | {"n_averaged": torch.tensor(9)}
+    assert load(mean, [steps, filled(2.0), averaged])[0].rows_found == 1
 
 
 @pytest.fixture

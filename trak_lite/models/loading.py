@@ -43,6 +43,9 @@ from trak_lite.models.checkpoints import (
 from trak_lite.models.memory import is_same, may_overlap
 from trak_lite.models.sharded import class_of, is_sharded, of_all_ranks, reshard, shard_like
 
+_COUNT = "n_averaged"
+"""Of ``torch.optim.swa_utils.AveragedModel``: the steps in its mean, which no pass reads."""
+
 
 def load_into(
     model: nn.Module,
@@ -232,8 +235,11 @@ def _load_state(
     entries = {
         name: value
         for name, value in entries.items()
-        if isinstance(value, Tensor) or name in held or name.endswith(EXTRA_STATE)
+        if (isinstance(value, Tensor) or name.endswith(EXTRA_STATE) or name in held)
+        and (name != _COUNT or name in held)
     }
+    if _COUNT in held:
+        entries.setdefault(_COUNT, base[_COUNT])
     loaded = {id(value) for name, value in held.items() if name in entries and isinstance(value, Tensor)}
     # A file may have a tied tensor under another of its names.
     missing = [name for name, value in held.items() if name not in entries and id(value) not in loaded]
