@@ -857,6 +857,32 @@ def test_a_generator_may_train_the_model_itself():
         made.stream_scores(TRAIN, TRAIN, checkpoints=trained(), method=GradDot(q="off"))
 
 
+@pytest.mark.parametrize("by_loader", [True, False])
+def test_a_model_that_is_trained_for_the_next_checkpoint_is_in_eval_mode_again(by_loader):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
+
+    model, seen = make(), []
+
+    def trained(number):
+        model.train()
+        with torch.enable_grad():
+            model(TRAIN.tensors[0]).square().sum().backward()
+        torch.optim.SGD(model.parameters(), 0.01 * number).step()
+        seen.append(copied(model))
+        return model.state_dict()
+
+    made = attributed(model)
+    if by_loader:
+        made.featurize(Rows(TRAIN, batch_size=4), [1, 2], checkpoint_loader=trained)
+    else:
+        made.featurize(Rows(TRAIN, batch_size=4), map(trained, [1, 2]))
+    states = list(seen)
+    assert_right(made.score(TRAIN, checkpoints=states).numpy(), make, states)
+    assert all(module.training for module in model.modules())
+
+
 class Equal(nn.Linear):
     """A layer whose ``==`` compares weights, and is no truth value."""
 

@@ -131,6 +131,8 @@ class BorrowedModel:
         finally:
             # By identity: == of parameters compares their entries, and a module may define its own.
             self.replaced.extend((live, was) for live, was in before if _ids(live) != _ids(was))
+        if any(getattr(module, "training", False) for module in self.model.modules()):
+            self.model.eval()  # a generator or a loader has trained it
 
     def put_modules_back(self) -> None:
         """Put back submodules and parameters that the loading of a checkpoint replaced (the quantisers of brevitas)."""
