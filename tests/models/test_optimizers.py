@@ -97,6 +97,27 @@ def test_a_dict_or_file_with_model_and_optimizer(make, tmp_path, check):
     check(net, optimizer, ["epoch 1"], lambda _: content)
 
 
+def test_a_loader_that_changes_the_model_is_asked_for_the_state_and_not_for_other_weights(load):
+    net, _, content = with_optimizer()
+    trained = dict(net.named_parameters())
+    shifted = {name: value + 0.5 * (name in trained) for name, value in net.state_dict().items()}
+
+    def shift(_):
+        for p in net.parameters():
+            p.data.add_(0.5)
+        return {"model": net.train().state_dict(), "optimizer": content["optimizer"]}
+
+    def squares(call, batch):
+        return sum(p.square().sum() for p in call.parameters.values()).expand(len(batch[0]))
+
+    state = {"model": copy.deepcopy(shifted), "optimizer": copy.deepcopy(content["optimizer"])}
+    (found,), (expected,) = (
+        load(net, [source], loader, task=squares, normalize="adam")[1]
+        for source, loader in ((1, shift), (state, None))
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path, check):
     net, optimizer, state = with_optimizer()
     weights = {f"net.{name}": value for name, value in state["model"].items()}

@@ -428,6 +428,8 @@ class FeaturizingSession:
         if normalization.reads_optimizer and self._loaded is not None and self._adam is None:
             settings = self.settings
             self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
+            if self._loaded.has_loader:
+                self._borrowed.load(self._loaded)  # the loader may have set weights of the model once more
         return self._adam if normalization.reads_optimizer else None
 
     def computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
