@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tiny_runs import adam_scale
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.testing._internal.two_tensor import TwoTensor
 
 from trak_lite import named_optimizer_state
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
@@ -116,6 +117,31 @@ def test_a_loader_that_changes_the_model_is_asked_for_the_state_and_not_for_othe
         for source, loader in ((1, shift), (state, None))
     )
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class Packed(TwoTensor):
+    """A value and its scale, as the 8-bit states of torchao."""
+
+    def dequantize(self):
+        return self.a * self.b
+
+
+def test_states_of_few_bits_are_what_they_stand_for(check):
+    net, optimizer, content = with_optimizer()
+    for entry in content["optimizer"]["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            entry[key] = Packed(entry[key] / 4, torch.full_like(entry[key], 4.0))
+    optimizer.load_state_dict({**content["optimizer"], "state": unpacked(content["optimizer"]["state"])})
+    check(net, optimizer, content)
+
+
+def unpacked(states):
+    return {
+        number: {
+            key: value.dequantize() if isinstance(value, Packed) else value for key, value in entry.items()
+        }
+        for number, entry in states.items()
+    }
 
 
 def test_a_lightning_style_dict_of_a_module_around_the_model(tmp_path, check):

@@ -415,7 +415,8 @@ def _adam_state(
     def moved(key: str) -> Tensor:
         if not entry:
             return torch.zeros(shape, dtype=torch.float32, device=device)
-        value: Tensor = entry[key].detach()
+        is_packed = hasattr(entry[key], "__tensor_flatten__")  # of torchao's optimizers, in 8 or 4 bits
+        value: Tensor = (entry[key].dequantize() if is_packed else entry[key]).detach()
         value = value.to(device, torch.float32 if value.dtype.itemsize < 4 else value.dtype)
         if key != "exp_avg" and not (value >= 0).all():  # a scale would be 0 there
             raise CheckpointError(
