@@ -23,7 +23,7 @@ FLOORS = [
     {"core"},
     {"data", "models"},
     {"modelout_functions", "projectors", "linalg", "store", "evaluation"},
-    {"gradient_computers", "methods", "parallel", "report"},
+    {"gradient_computers", "methods", "report"},
     {"run"},
     {"featurizing"},
     {"scoring"},

@@ -65,7 +65,6 @@ from trak_lite.models.borrowing import model_device, refuse_without_values, reso
 from trak_lite.models.checkpoints import Checkpoint, weights_digest
 from trak_lite.models.loading import load_into
 from trak_lite.models.sharded import refuse_sharded
-from trak_lite.parallel.sharing import LazyTable
 from trak_lite.projectors import AbstractProjector, BasicProjector, ProjectionType
 from trak_lite.run import tables
 from trak_lite.run.workspace import Workspace
@@ -73,6 +72,7 @@ from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.sharing import LazyTable
 from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
 
 logger = logging.getLogger(__name__)

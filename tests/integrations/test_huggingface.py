@@ -338,7 +338,7 @@ def test_a_rank_that_comes_before_the_file_is_there_records_where_it_will_be(tmp
         trainer.model.save_pretrained(folder)
         return value()
 
-    monkeypatch.setattr("trak_lite.parallel.ranks.Ranks.broadcast", answered)
+    monkeypatch.setattr("trak_lite.core.ranks.Ranks.broadcast", answered)
     rows = trainer.train_dataset.remove_columns("text")
     callback = huggingface.FeaturizeCallback(attributor, rows)
     callback.on_save(trainer.args, transformers.TrainerState(global_step=3), None)

@@ -21,10 +21,10 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
+from trak_lite.core import ranks as internals
+from trak_lite.core.ranks import Ranks, joined_ranks
 from trak_lite.errors import RankError
 from trak_lite.gradient_computers import self_check
-from trak_lite.parallel import ranks as internals
-from trak_lite.parallel.ranks import Ranks, joined_ranks
 from trak_lite.store import ZarrFeatureStore, _grid
 
 N, R, M, BATCH = 140, 32, 5, 14

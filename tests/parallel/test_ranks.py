@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from rank_cases import IMAGES, LM, N, contents, internals
 
 from trak_lite import Attributor
+from trak_lite.core.ranks import Ranks
 from trak_lite.errors import RankError
 from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.models.checkpoints import Checkpoint
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.scoring.grams import _share as share_of_chunks
 from trak_lite.scoring.matrix import merged_ends, top_and_bottom_of
 from trak_lite.store import check_store

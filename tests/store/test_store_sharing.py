@@ -17,8 +17,7 @@ import store_cases as cases
 from store_cases import LONG, SPEC, check_all, finish, open_for_writing, raises, sized, values, writing
 
 from trak_lite.errors import BusyError, HeldHereError, StateError, StoreError
-from trak_lite.parallel import sharing
-from trak_lite.store import TableSpec
+from trak_lite.store import TableSpec, sharing
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from torch import Tensor
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.files import open_folder
 from trak_lite.core.folders import make_folders, whole_file
+from trak_lite.core.ranks import num_ranks
 from trak_lite.core.validate import row_numbers, writing
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.column_marks import ColumnMarks
@@ -43,7 +44,6 @@ from trak_lite.models.borrowing import in_eval_mode, model_device
 from trak_lite.models.checkpoints import Checkpoint, weights_digest
 from trak_lite.models.optimizers import adam_states, named_optimizer_state
 from trak_lite.models.sharded import refuse_sharded
-from trak_lite.parallel.ranks import num_ranks
 from trak_lite.run.tables import (
     CAPTURED,
     GRADIENT_NORM,

@@ -39,10 +39,10 @@ from trak_lite.gradient_computers.recording import repeating_inputs
 from trak_lite.methods import Fisher
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.modelout_functions._margins import UniformNoise
-from trak_lite.parallel.sharing import SharedRows, has_free_rows
 from trak_lite.run.tables import FEATURES, as_tensor, feature_table_spec, fisher_folder
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
+from trak_lite.store.sharing import SharedRows, has_free_rows
 from trak_lite.types import Batch, FeatureLayout, Segment
 
 _VERSION = 3

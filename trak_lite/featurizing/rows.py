@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trak_lite.core.devices import HostCopy, one_behind
+from trak_lite.core.ranks import Ranks
 from trak_lite.data.batches import flatten_batch
 from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.errors import BusyError, ManifestMismatchError, NonFiniteError, PrecisionError, StateError
@@ -31,10 +32,9 @@ from trak_lite.featurizing.row_checks import (
     rounding_of,
 )
 from trak_lite.models.sharded import Turns
-from trak_lite.parallel.ranks import Ranks
-from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.run.tables import CAPTURED, FEATURES
 from trak_lite.store import Column, TableSpec
+from trak_lite.store.sharing import LazyTable, SharedRows
 from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class RowWork:
     label: str
     _: KW_ONLY
     ranks: Ranks = field(default_factory=Ranks)
-    """The ranks that fill the same table; see :class:`~trak_lite.parallel.sharing.SharedRows`. They may hold parts of
+    """The ranks that fill the same table; see :class:`~trak_lite.store.sharing.SharedRows`. They may hold parts of
     the model."""
     progress: bool | None = None
     """Show the bar; ``None`` shows it on a terminal only."""

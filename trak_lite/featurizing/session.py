@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
 from trak_lite.core.progress import Stages
+from trak_lite.core.ranks import Ranks, joined_ranks
 from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
@@ -41,9 +42,7 @@ from trak_lite.models.checkpoints import (
 )
 from trak_lite.models.loading import shares_memory
 from trak_lite.models.optimizers import AdamStates, adam_states
-from trak_lite.models.sharded import Lockstep
-from trak_lite.parallel.ranks import Ranks, joined_ranks
-from trak_lite.parallel.sharing import LazyTable
+from trak_lite.models.sharded import lockstep_of
 from trak_lite.projectors import AbstractProjector
 from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
@@ -55,6 +54,7 @@ from trak_lite.run.tables import (
 from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.sharing import LazyTable
 from trak_lite.types import Batch
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class FeaturizingSession:
     ) -> None:
         self.run, self.model, self.settings, self.workspace = run, run.model, run.settings, run.workspace
         self.ranks = ranks
-        ranks.lockstep = Lockstep.of(run.model)
+        ranks.lockstep = lockstep_of(run.model)
         self._borrowed, self._train = borrowed, train
         self._origins: dict[str, dict[str, Any]] = {}
         """Name and source of the checkpoints of the store, by weights digest."""
@@ -218,7 +218,7 @@ class FeaturizingSession:
 
     def agreed(self, flag: bool) -> bool:
         """Return whether ``flag`` is true on all ranks of a sharded model, which must take the same branch."""
-        return self.ranks.lockstep.all(flag)
+        return not self.ranks.lockstep.any(not flag)
 
     def refuse_replaced(
         self, checkpoint: Checkpoint, digest: str, known: TrainTables, *, remedy: str, warns: bool = False

@@ -17,7 +17,6 @@ from trak_lite.featurizing.rows import HostRows
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
 from trak_lite.modelout_functions import require_separate_documents
 from trak_lite.models.checkpoints import Checkpoint
-from trak_lite.parallel.sharing import Patience, has_free_rows, holder_of
 from trak_lite.run.tables import (
     CAPTURED,
     capture_tables,
@@ -28,6 +27,7 @@ from trak_lite.run.tables import (
 )
 from trak_lite.store import AbstractRowTable
 from trak_lite.store._exchange import take_missing
+from trak_lite.store.sharing import Patience, has_free_rows, holder_of
 
 
 @final

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from trak_lite.core.ranks import Lockstep
 from trak_lite.errors import RankError, UnsupportedModelError
 from trak_lite.models.tree import ModelTree
 
@@ -176,7 +177,7 @@ class ShardedModel:
     def __init__(self, model: nn.Module) -> None:
         """Gather each module once to find its parameters, or refuse the sharding; all ranks must call this."""
         refuse_unsupported_sharding(model)
-        self.lockstep = Lockstep.of(model)
+        self.lockstep = lockstep_of(model)
         self._model = model
         self._gathered = self._gather()
         again = self._gather()
@@ -279,50 +280,16 @@ def _tensors(values: Any) -> list[Tensor]:
 # Ranks in step
 
 
-@final
-@dataclass(eq=False)
-class Lockstep:
-    """Collective operations among the ranks that share one sharded model; no-ops for an unsharded model."""
-
-    _group: Any = None
-    """The process group; without one there is one rank."""
-    _device: torch.device | None = None
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Return the lockstep of the ranks over which a model is sharded."""
-        if not is_sharded(model):
-            return cls()
-        reshard(model)
-        for p in model.parameters():
-            if is_dtensor(p):
-                mesh = p.device_mesh  # type: ignore[attr-defined]
-                return cls(mesh.get_group(mesh.ndim - 1), p.device)
-        return cls()
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is only one rank, without a process group."""
-        return self._group is None
-
-    def sums(self, *mine: bool) -> list[int]:
-        """Return for each flag the number of ranks that set it; all ranks must call this."""
-        if self._group is None:
-            return [int(flag) for flag in mine]
-        counts = torch.tensor(mine, dtype=torch.int64, device=self._device)
-        torch.distributed.all_reduce(counts, group=self._group)
-        return counts.tolist()
-
-    def any(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank; all ranks must call this."""
-        return self.sums(flag)[0] > 0
-
-    def all(self, flag: bool) -> bool:
-        """Return whether a flag is set on every rank; all ranks must call this."""
-        return not self.any(not flag)
-
-
-ALONE = Lockstep()
+def lockstep_of(model: nn.Module) -> Lockstep:
+    """Return the lockstep of the ranks over which a model is sharded."""
+    if not is_sharded(model):
+        return Lockstep()
+    reshard(model)
+    for p in model.parameters():
+        if is_dtensor(p):
+            mesh = p.device_mesh  # type: ignore[attr-defined]
+            return Lockstep(mesh.get_group(mesh.ndim - 1), p.device)
+    return Lockstep()
 
 
 @final

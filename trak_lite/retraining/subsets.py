@@ -28,7 +28,6 @@ from trak_lite.errors import (
 from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
 from trak_lite.featurizing.row_checks import done_rows
-from trak_lite.parallel.sharing import LazyTable, SharedRows
 from trak_lite.retraining.plans import (
     OUTPUTS,
     Job,
@@ -44,6 +43,7 @@ from trak_lite.run.workspace import Workspace
 from trak_lite.store import Manifest, RemotePlace
 from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.remote.place import resolve_place
+from trak_lite.store.sharing import LazyTable, SharedRows
 from trak_lite.unrolled import SubsetTraining
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from trak_lite.errors import (
     StateError,
     StoreError,
 )
-from trak_lite.parallel.sharing import LazyTable, Patience
 from trak_lite.run.tables import (
     CAPTURED,
     capture_tables,
@@ -42,6 +41,7 @@ from trak_lite.store import (
     open_store,
 )
 from trak_lite.store.manifest import compare_fingerprints, differing_keys
+from trak_lite.store.sharing import LazyTable, Patience
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trak_lite.core.ranks import Ranks
 from trak_lite.featurizing.fisher import FisherFits
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, factorise
 from trak_lite.methods import Fisher
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, as_tensor, table_path
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
 from trak_lite.types import FeatureLayout

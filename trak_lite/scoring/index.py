@@ -37,13 +37,13 @@ from trak_lite.core.json_text import digest_of
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.errors import BusyError
 from trak_lite.linalg.topk import TopRows
-from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.tables import FEATURES, as_tensor, index_paths
 from trak_lite.scoring.matrix import best_of, top_and_bottom, top_and_bottom_of
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm, score_rows
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, TableSpec
 from trak_lite.store._grid import chunk_rows_for
+from trak_lite.store.sharing import SharedRows
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead
+from trak_lite.core.ranks import Ranks
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.tables import ERRORS, SCORES
 from trak_lite.scoring.source import ScoreSource
 from trak_lite.scoring.tiles import ScoreTerm

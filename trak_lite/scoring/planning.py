@@ -36,7 +36,6 @@ from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.linalg.products import product_dtype
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
-from trak_lite.parallel.sharing import plan_batches
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import FEATURES, as_tensor, score_table_spec
 from trak_lite.run.workspace import Workspace
@@ -44,6 +43,7 @@ from trak_lite.scoring.grams import CACHED_ROWS
 from trak_lite.scoring.plan import Plan, Span, size_text
 from trak_lite.scoring.tiles import ScoreTerm, score_tile
 from trak_lite.store._grid import stored_bytes
+from trak_lite.store.sharing import plan_batches
 from trak_lite.types import FeatureLayout
 
 _WARM: Final = 3

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, wide_dtype
 from trak_lite.core.json_text import digest_of
+from trak_lite.core.ranks import Ranks
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, NonFiniteError, StateError
 from trak_lite.featurizing.row_checks import STEPS
 from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import METHODS, AbstractMethod
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
 from trak_lite.run.stored_settings import row_kind
 from trak_lite.scoring.grams import Grams

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from trak_lite.core.devices import float64_device
 from trak_lite.core.json_text import digest_of, shown
 from trak_lite.core.progress import Stages
+from trak_lite.core.ranks import Ranks
 from trak_lite.core.validate import some_of
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
@@ -28,7 +29,6 @@ from trak_lite.featurizing.targets import TargetSet
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores, MatrixParts
 from trak_lite.models.checkpoints import count_checkpoints, iterate_checkpoints
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run import tables
 from trak_lite.run.settings import AttributorSettings, row_widths
 from trak_lite.run.stored_settings import StoredSettings

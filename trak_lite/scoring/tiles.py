@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, wide_dtype
+from trak_lite.core.ranks import Ranks
 from trak_lite.linalg.products import score_block
-from trak_lite.parallel.ranks import Ranks
-from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, SCORES, as_tensor
 from trak_lite.store import AbstractRowTable
+from trak_lite.store.sharing import SharedRows
 
 WhereQ = Literal["outside", "inside", "off"]
 

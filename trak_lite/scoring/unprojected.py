@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, precise
 from trak_lite.core.progress import Stages
+from trak_lite.core.ranks import Ranks
 from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
@@ -32,7 +33,6 @@ from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import checkpoint_tables
 from trak_lite.run.workspace import Workspace

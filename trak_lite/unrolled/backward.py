@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.garbage import no_collection
 from trak_lite.core.progress import KeptProgress
+from trak_lite.core.ranks import num_ranks
 from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows, with_own_containers
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
@@ -45,7 +46,6 @@ from trak_lite.errors import (
 )
 from trak_lite.gradient_computers.reference import fit_in_float64, widened
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
-from trak_lite.parallel.ranks import num_ranks
 from trak_lite.types import Batch
 from trak_lite.unrolled.dropout import step_key
 from trak_lite.unrolled.optimizers import Named, State

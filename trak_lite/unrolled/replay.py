@@ -31,7 +31,6 @@ from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
 from trak_lite.modelout_functions._base import Task
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.parallel.sharing import SharedRows
 from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
 from trak_lite.run.tables import SCORES, first_score_path, replay_path, score_table_spec
 from trak_lite.run.workspace import Workspace
@@ -40,6 +39,7 @@ from trak_lite.scoring.records import ScoreEntries
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._names import check_name
+from trak_lite.store.sharing import SharedRows
 from trak_lite.unrolled.backward import Replay
 from trak_lite.unrolled.runs import SMOOTH, TrainingRun
 

@@ -1,6 +1,6 @@
 """Communication between the ranks of one run, launched by torchrun or joined by ``torch.distributed``.
 
-Processes share rows through the store without communication (:mod:`trak_lite.parallel.sharing`). Ranks do more: an
+Processes share rows through the store without communication (:mod:`trak_lite.store.sharing`). Ranks do more: an
 error of one rank ends the others, sums over train rows are reduced, and rank 0 sends preconditioned targets to all.
 Each call has a gloo group of its own, which leaves the process groups of the script alone and lets ranks share a GPU.
 A failed rank sets a key in the key-value store of the group, which the others check while they compute.
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, final
@@ -32,7 +33,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trak_lite.errors import RankError
-from trak_lite.models.sharded import ALONE, Lockstep
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,33 @@ _calls = 0
 """Number of collective calls of this process. It is the same on every rank."""
 
 
+@final
+@dataclass(eq=False)
+class Lockstep:
+    """Collective operations among the ranks that share one sharded model; no-ops for an unsharded model."""
+
+    _group: Any = None
+    """The process group; without one there is one rank."""
+    _device: torch.device | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is only one rank, without a process group."""
+        return self._group is None
+
+    def sums(self, *mine: bool) -> list[int]:
+        """Return for each flag the number of ranks that set it; all ranks must call this."""
+        if self._group is None:
+            return [int(flag) for flag in mine]
+        counts = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        return counts.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank; all ranks must call this."""
+        return self.sums(flag)[0] > 0
+
+
 class Ranks:
     """The processes that make a call together, from the point of view of one of them; this class is one alone."""
 
@@ -59,7 +86,7 @@ class Ranks:
     """Number of this process."""
     size: int = 1
     """Number of processes."""
-    lockstep: Lockstep = ALONE
+    lockstep: Lockstep = Lockstep()
     """The ranks that hold parts of the same model and fill the same table. The code that borrows the model sets it."""
     _check: Callable[[], None] | None = None
 

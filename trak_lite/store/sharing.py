@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trak_lite.core.progress import KeptProgress
+from trak_lite.core.ranks import Ranks
 from trak_lite.errors import BusyError, HeldHereError, StateError
-from trak_lite.parallel.ranks import Ranks
 from trak_lite.store import AbstractRowTable, TableSpec
 
 logger = logging.getLogger(__name__)
