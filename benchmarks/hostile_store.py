@@ -47,7 +47,7 @@ from trak_lite import Attributor
 from trak_lite.cli import main as command_line
 from trak_lite.cli.configs import read_config
 from trak_lite.cli.records import RunRecord, last_record
-from trak_lite.cli.serving import pages_of
+from trak_lite.cli.serve.command import pages_of
 from trak_lite.errors import TrakLiteError
 from trak_lite.store import Column, TableSpec, check_store, open_store
 from trak_lite.store.disk.documents import sealed

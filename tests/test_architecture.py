@@ -30,7 +30,6 @@ FLOORS = [
     {"selection", "unrolled"},
     {"retraining"},
     {"attributor", "traker"},
-    {"serve"},
     {"cli", "integrations", "testing", "utils"},
     {"__init__"},
     {"__main__"},
@@ -56,8 +55,8 @@ FILE_OF = {
     "PIL": "report/content.py",
     "obstore": "store/remote/objects_obstore.py",
     "pytest": "testing/*.py",
-    "starlette": "serve/app.py",
-    "uvicorn": "serve/server.py",
+    "starlette": "cli/serve/app.py",
+    "uvicorn": "cli/serve/server.py",
     "tqdm": "core/progress.py",
 }
 """The only place of every package that is not imported everywhere."""

@@ -18,14 +18,14 @@ from report_cases import Parsed
 from trak_lite import cli
 from trak_lite.cli.configs import read_config
 from trak_lite.cli.records import last_record
-from trak_lite.cli.serving import pages_of
+from trak_lite.cli.serve import marks as marks_module
+from trak_lite.cli.serve.app import application
+from trak_lite.cli.serve.command import pages_of
+from trak_lite.cli.serve.pages import Pages
+from trak_lite.cli.serve.server import listener, server
 from trak_lite.core.sealed import BLANK as BLANK
 from trak_lite.core.sealed import SEAL as SEAL
 from trak_lite.core.sealed import seal as seal
-from trak_lite.serve import marks as marks_module
-from trak_lite.serve.app import application
-from trak_lite.serve.pages import Pages
-from trak_lite.serve.server import listener, server
 
 Mark, MarksFile, relabelling = marks_module.Mark, marks_module.MarksFile, marks_module.relabelling
 FORM = "application/x-www-form-urlencoded"

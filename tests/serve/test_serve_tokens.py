@@ -204,7 +204,7 @@ def test_a_preparation_ends_when_it_is_stopped_has_no_scores_or_its_server_fails
 
     stops: list[bool] = []
     monkeypatch.setattr(Pages, "warm", lambda pages, stopped: stops.append(stopped.wait(30)))
-    monkeypatch.setattr("trak_lite.serve.server.server", lambda app: Failing())
+    monkeypatch.setattr("trak_lite.cli.serve.server.server", lambda app: Failing())
     with pytest.raises(SystemExit):
         cli.main(["serve", str(ran / "run.zarr"), "--port", "0"])
     assert stops == [True]
@@ -305,7 +305,7 @@ def test_pages_go_before_texts_that_wait(copy, monkeypatch):
     pages.start({"target": "1"})
     begun, waits, go, order = Event(), Semaphore(0), Event(), []
     push = heapq.heappush
-    monkeypatch.setattr("trak_lite.serve.pages.heappush", lambda *given: (push(*given), waits.release()))
+    monkeypatch.setattr("trak_lite.cli.serve.pages.heappush", lambda *given: (push(*given), waits.release()))
 
     def ask(_: object, text: str) -> None:
         if text == "first":

@@ -96,7 +96,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
     try:
         from trak_lite.cli.commands import COMMANDS, Job, conditions
         from trak_lite.cli.configs import help_text, read_config
-        from trak_lite.cli.serving import serve
+        from trak_lite.cli.serve.command import serve
         from trak_lite.cli.stored import effects, report
         from trak_lite.run.settings import versions
     except ImportError as error:

@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from trak_lite.cli.serve.pages import Pages
+from trak_lite.cli.serve.urls import WHERE, Params
 from trak_lite.errors import InvalidInputError, TrakLiteError
-from trak_lite.serve.pages import Pages
-from trak_lite.serve.urls import WHERE, Params
 
 PATIENCE: Final = 15.0
 """Seconds for a client to send a request, and to accept what it is sent."""

@@ -11,6 +11,10 @@ from threading import Event, Thread
 from trak_lite.attributor import Attributor
 from trak_lite.cli.configs import RunConfig
 from trak_lite.cli.recipes import Recipe, recipe_columns
+from trak_lite.cli.serve.live import LiveModel
+from trak_lite.cli.serve.marks import MarksFile
+from trak_lite.cli.serve.pages import Pages
+from trak_lite.cli.serve.sets import Sets
 from trak_lite.cli.stored import beside, methods_of, opener, renders
 from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import require_packages
@@ -22,10 +26,6 @@ from trak_lite.report.content import Renders
 from trak_lite.run.columns import stored_columns
 from trak_lite.run.tables import num_train_rows, score_path, scored_names
 from trak_lite.scoring.scores import Scores
-from trak_lite.serve.live import LiveModel
-from trak_lite.serve.marks import MarksFile
-from trak_lite.serve.pages import Pages
-from trak_lite.serve.sets import Sets
 from trak_lite.store import open_store
 
 _PORT = "8765"
@@ -34,8 +34,8 @@ _PORT = "8765"
 def serve(config: RunConfig, port: str | None) -> Iterator[str]:
     """Serve the pages of a store on a port of 127.0.0.1 (0 is a free one) until Ctrl-C. Yield the line to print."""
     require_packages("starlette", "uvicorn", "jinja2", extra="serve")
-    from trak_lite.serve.app import application  # imported late: no other command needs Starlette
-    from trak_lite.serve.server import ADDRESS, listener, server
+    from trak_lite.cli.serve.app import application  # imported late: no other command needs Starlette
+    from trak_lite.cli.serve.server import ADDRESS, listener, server
 
     text = _PORT if port is None else port
     if not (text.isascii() and text.isdigit() and int(text[:6]) < 1 << 16):

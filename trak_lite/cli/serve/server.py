@@ -11,9 +11,9 @@ from typing import Any, Final, final
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from trak_lite.cli.serve.app import PATIENCE
+from trak_lite.cli.serve.pages import policy
 from trak_lite.errors import InvalidInputError
-from trak_lite.serve.app import PATIENCE
-from trak_lite.serve.pages import policy
 
 ADDRESS: Final = "127.0.0.1"
 _HEADERS: Final = [

@@ -19,17 +19,17 @@ from typing import Any, Final, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+from trak_lite.cli.serve import urls
+from trak_lite.cli.serve.live import LiveModel
+from trak_lite.cli.serve.marks import MARKS, Mark, MarksFile, relabelling
+from trak_lite.cli.serve.sets import Sets, scatter_of, strongest
+from trak_lite.cli.serve.urls import WHERE, Params
 from trak_lite.core.validate import one_of, some_of
 from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Content, Renders, cut, rendered
 from trak_lite.report.page import environment, fragment
 from trak_lite.retraining.what_if import Effects, what_if
-from trak_lite.serve import urls
-from trak_lite.serve.live import LiveModel
-from trak_lite.serve.marks import MARKS, Mark, MarksFile, relabelling
-from trak_lite.serve.sets import Sets, scatter_of, strongest
-from trak_lite.serve.urls import WHERE, Params
 
 logger = logging.getLogger(__name__)
 
