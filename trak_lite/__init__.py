@@ -7,13 +7,13 @@ interface over the same rooms.
 from trak_lite import methods as methods
 from trak_lite.attributor import Attributor as Attributor
 from trak_lite.attributor import FeaturizeSummary as FeaturizeSummary
+from trak_lite.core.normalization import Normalization as Normalization
+from trak_lite.core.normalization import clip as clip
+from trak_lite.core.normalization import clipping_threshold as clipping_threshold
 from trak_lite.core.version import __version__ as __version__
 from trak_lite.data.datasets import Rows as Rows
 from trak_lite.data.packed import Documents as Documents
 from trak_lite.data.packed import pad_documents as pad_documents
-from trak_lite.gradient_computers.normalization import Normalization as Normalization
-from trak_lite.gradient_computers.normalization import clip as clip
-from trak_lite.gradient_computers.normalization import clipping_threshold as clipping_threshold
 from trak_lite.models.optimizers import named_optimizer_state as named_optimizer_state
 from trak_lite.retraining.calibrated import calibrate as calibrate
 from trak_lite.retraining.repair import repair as repair

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.core.devices import undisturbed
+from trak_lite.core.normalization import Normalization, NormalizationKind
 from trak_lite.core.notebook import notebook_table
 from trak_lite.core.progress import Stages
 from trak_lite.core.validate import flag, positive_int, real_at_least, require_function
@@ -27,15 +28,12 @@ from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.session import Run
 from trak_lite.featurizing.train_work import TrainWork, marking_last
-from trak_lite.gradient_computers._base import ParameterChoice
-from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind
 from trak_lite.methods import EKFAC, AbstractMethod, Method
 from trak_lite.methods.base import MadeScores
 from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, iterate_checkpoints
-from trak_lite.projectors import AbstractProjector
 from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
-from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, Task
+from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, ProjectorChoice, Task
 from trak_lite.run.stored_settings import refuse_other_model, stored_arguments
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.plan import Plan
@@ -52,7 +50,7 @@ from trak_lite.scoring.unprojected import (
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
 from trak_lite.store._names import check_name
 from trak_lite.store.remote.place import resolve_place
-from trak_lite.types import Batch, FeatureLayout
+from trak_lite.types import Batch, FeatureLayout, ParameterChoice
 from trak_lite.unrolled import TrainingRun, unrolled
 
 logger = logging.getLogger(__name__)
@@ -109,7 +107,7 @@ class Attributor:
         float32_products: Literal["ieee", "tf32"] = "ieee",
         normalize: NormalizationKind | Normalization = "none",
         store_norms: bool = False,
-        projector: str | AbstractProjector = "auto",
+        projector: ProjectorChoice = "auto",
         layout: Literal["auto", "joint", "module"] = "auto",
         method: Method = "auto",
         collate: Callable[[list[Any]], Batch] | None = None,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
 from trak_lite.core.folders import whole_file
+from trak_lite.core.normalization import Normalization
 from trak_lite.core.validate import integer_at_least, positive_int, real_at_least
 from trak_lite.core.version import __version__
 from trak_lite.data.batches import batch_size, move_batch, take_rows
@@ -53,7 +54,6 @@ from trak_lite.gradient_computers import (
     select_parameters,
 )
 from trak_lite.gradient_computers.choice import require_computer
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.parameters import is_quantised
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.linalg.kernel import KernelSettings, SegmentKernel, precondition

@@ -7,13 +7,12 @@ K feature width (``proj_dim``), T positions of a sequence, C checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 __all__ = [
     "Batch",
@@ -24,6 +23,7 @@ __all__ = [
     "GradientBlock",
     "LookupBlock",
     "OutputTerms",
+    "ParameterChoice",
     "ParameterShapes",
     "Segment",
     "SingleBlock",
@@ -37,6 +37,9 @@ Batch: TypeAlias = Any
 
 ParameterShapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shapes of the differentiated parameters by canonical name, in model order."""
+
+ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+"""Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
 
 
 def num_entries(parameters: ParameterShapes) -> int:

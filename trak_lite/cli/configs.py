@@ -26,10 +26,10 @@ from trak_lite.cli.keys import REQUIRED, Key, is_plain, keys_of, shown_type
 from trak_lite.cli.recipes import SECTION, Recipe, load_recipe
 from trak_lite.cli.records import RunRecord
 from trak_lite.core.json_text import check_depth
+from trak_lite.core.normalization import Normalization
 from trak_lite.core.validate import known_names, positive_int
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import as_method
 from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify

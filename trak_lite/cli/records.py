@@ -18,8 +18,6 @@ import numpy as np
 
 from trak_lite.core.json_text import parse_json
 from trak_lite.errors import CorruptStoreError, StoreError, printable
-from trak_lite.evaluation import Verdict
-from trak_lite.evaluation.verdict import OneRunVerdict
 from trak_lite.run.tables import CAPTURED, all_score_paths, stored_content
 from trak_lite.scoring.records import ScoreEntries
 from trak_lite.store import AbstractFeatureStore, RemotePlace, open_store
@@ -222,8 +220,7 @@ def _verdict_lines(store: AbstractFeatureStore, paths: Sequence[str], *, every: 
 
 def _tested(store: AbstractFeatureStore, path: str) -> str:
     try:
-        entries = ScoreEntries(store, path)
-        tests = [one for one in (entries.verdict(Verdict), entries.verdict(OneRunVerdict)) if one is not None]
+        tests = ScoreEntries(store, path).verdicts()
     except StoreError as error:
         return str(error)
     return "\n".join(map(str, tests)).replace("\n", "\n    ") or _NOT_TESTED

@@ -69,15 +69,3 @@ def coverage(**named: object) -> float:
     if not isinstance(value, Real) or not 0.0 < float(value) < 1.0:
         raise InvalidInputError(f"{name} must lie between 0 and 1, got {value!r}.")
     return float(value)
-
-
-def standardised(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return a matrix with mean 0 and standard deviation 1 in every column; constant columns are 0.
-
-    Example:
-        >>> standardised(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
-        [[-1.0, 0.0], [1.0, 0.0]]
-    """
-    centred = np.asarray(values, np.float64) - np.mean(values, axis=0, dtype=np.float64)
-    spread = centred.std(axis=0)
-    return centred / np.where(spread > 0, spread, 1.0)

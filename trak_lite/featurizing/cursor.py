@@ -18,7 +18,7 @@ from trak_lite.core.validate import positive_int
 from trak_lite.data.batches import flatten_batch
 from trak_lite.data.column_marks import ColumnMarks
 from trak_lite.errors import AssertedInputError, InvalidInputError
-from trak_lite.featurizing.row_checks import PROBED_ROWS
+from trak_lite.run.repeats import PROBED_ROWS
 from trak_lite.store import AbstractRowTable, TableSpec
 from trak_lite.store.sharing import LazyTable
 from trak_lite.types import Batch

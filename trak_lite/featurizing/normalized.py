@@ -17,9 +17,9 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from trak_lite.core.normalization import Normalization
 from trak_lite.featurizing.gradient_norms import GradientNorms, squared_norms
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.models.optimizers import AdamStates
 from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms, scaled_rows
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trak_lite.core.devices import float32_products, undisturbed
 from trak_lite.core.eval_caches import passes_undone
+from trak_lite.core.normalization import Normalization
 from trak_lite.data.batches import (
     batch_size,
     flatten_batch,
@@ -42,7 +43,6 @@ from trak_lite.featurizing.row_checks import (
     some_rows,
 )
 from trak_lite.gradient_computers import AbstractGradientComputer
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.reference import SeenDtypes, fits_in_float64, in_float64, widened
 from trak_lite.modelout_functions import ModelCall

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +39,10 @@ from trak_lite.errors import (
 from trak_lite.gradient_computers.hooks.engine import UnexpectedPathError
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import class_of, is_sharded
-from trak_lite.store import AbstractRowTable, Column
+from trak_lite.run.repeats import PROBED_ROWS
+from trak_lite.store import Column
 from trak_lite.types import Batch, FeatureLayout, OutputTerms
 
-PROBED_ROWS: Final = 8
-"""Largest number of rows of a table that are recomputed."""
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Allowed relative difference of a row between processors, batch sizes and gradient computers, by dtype.
 
@@ -198,30 +197,6 @@ def some_rows(rows: RowNumbers) -> str:
     """Return the first rows and the number of the others."""
     shown = rows[:5].tolist()
     return f"{shown}" if len(rows) <= 5 else f"{shown} and {len(rows) - 5} more"
-
-
-def done_rows(
-    table: AbstractRowTable, wanted: RowNumbers | None = None, *, without: Collection[int] = ()
-) -> tuple[RowNumbers, Values] | None:
-    """Return up to ``PROBED_ROWS`` done rows of a table, from its first and its last chunk; ``None`` without any.
-
-    Reading a row reads its whole chunk (checksum, object store), so only two chunks are used. ``wanted`` are committed
-    rows to return instead, ``without`` chunks to leave out.
-    """
-    committed = [chunk for chunk in table.committed_chunks() if chunk not in without]
-    if wanted is None and committed:
-        chunks = sorted({committed[0], committed[-1]})
-        share = PROBED_ROWS // len(chunks)
-        wanted = np.concatenate([_spread(np.arange(*table.chunk_range(chunk)), share) for chunk in chunks])
-    if wanted is not None:
-        return wanted, {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
-    begun = np.unique(np.flatnonzero(table.done()) // table.spec.chunk_rows).tolist()
-    for chunk in (chunk for chunk in begun if chunk not in without):
-        rows, values = table.read_done(chunk)
-        if len(rows):
-            chosen = _spread(np.arange(len(rows)), PROBED_ROWS)
-            return rows[chosen], {name: column[chosen] for name, column in values.items()}
-    return None
 
 
 def recomputed(
@@ -380,12 +355,6 @@ def compared_terms(
             "another seed, which makes a new fit."
         )
     return np.stack([*now.values()])
-
-
-def _spread(rows: RowNumbers, most: int) -> RowNumbers:
-    """Return at most ``most`` evenly spread rows, with the first and the last one."""
-    indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
-    return rows[np.unique(indices)]
 
 
 def _errors(columns: Sequence[Column], stored: Values, computed: Values) -> dict[str, NDArray[np.float64]]:

@@ -27,11 +27,11 @@ from trak_lite.featurizing.row_checks import (
     LostModules,
     Values,
     differences,
-    done_rows,
     recomputed,
     rounding_of,
 )
 from trak_lite.models.sharded import Turns
+from trak_lite.run.repeats import done_rows
 from trak_lite.run.tables import CAPTURED, FEATURES
 from trak_lite.store import Column, TableSpec
 from trak_lite.store.sharing import LazyTable, SharedRows

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
+from trak_lite.core.normalization import Normalization
 from trak_lite.core.progress import Stages
 from trak_lite.core.ranks import Ranks, joined_ranks
 from trak_lite.core.validate import positive_int, some_of
@@ -26,7 +27,6 @@ from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput

@@ -12,13 +12,13 @@ from typing import final
 from torch import Tensor
 
 from trak_lite.core.devices import precise
+from trak_lite.core.normalization import Normalization
 from trak_lite.core.progress import progress_bar
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import RowNumbers
 from trak_lite.featurizing.gradient_norms import GradientNorms
 from trak_lite.featurizing.kronecker.units import sample_slices
 from trak_lite.featurizing.passes import RowPass
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.projectors import AbstractProjector, NoOpProjector
 from trak_lite.projectors._base import Accumulator, check_block
 from trak_lite.types import GradientBlock, OutputTerms, ParameterShapes, num_entries, scaled_rows

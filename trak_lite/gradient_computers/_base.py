@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trak_lite.core.devices import Float32Products, float32_products
 from trak_lite.data.batches import batch_size
 from trak_lite.errors import InvalidInputError, UnsupportedModelError
-from trak_lite.gradient_computers.parameters import ParameterChoice as ParameterChoice
 from trak_lite.gradient_computers.parameters import differentiating_only, listed, select_parameters
 from trak_lite.gradient_computers.replays import Replays
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
@@ -25,6 +24,7 @@ from trak_lite.types import (
     BlockSink,
     DenseBlock,
     OutputTerms,
+    ParameterChoice,
     ParameterShapes,
     by_name,
     collect,

@@ -15,11 +15,11 @@ from trak_lite.gradient_computers._base import AbstractGradientComputer, refusal
 from trak_lite.gradient_computers.functional import FunctionalGradientComputer
 from trak_lite.gradient_computers.hooks.computer import HookGradientComputer
 from trak_lite.gradient_computers.iterative import IterativeGradientComputer
-from trak_lite.gradient_computers.parameters import ParameterChoice, select_parameters
+from trak_lite.gradient_computers.parameters import select_parameters
 from trak_lite.gradient_computers.randomness import ChangedParametersError
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
 from trak_lite.modelout_functions import AbstractModelOutput
-from trak_lite.types import Batch
+from trak_lite.types import Batch, ParameterChoice
 
 logger = logging.getLogger(__name__)
 

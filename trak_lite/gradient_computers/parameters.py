@@ -15,9 +15,8 @@ from trak_lite.core.validate import known_names, some_of
 from trak_lite.errors import InvalidInputError
 from trak_lite.models._adapters import frozen_adapter
 from trak_lite.models.sharded import is_dtensor
+from trak_lite.types import ParameterChoice
 
-ParameterChoice: TypeAlias = str | type[nn.Module] | Iterable[str | type[nn.Module]]
-"""Parameters by name or pattern (``"layers.*.weight"``), or by the class of the module that owns them."""
 Kept: TypeAlias = Mapping[str, nn.Parameter]
 """Parameters to keep gradients for, by canonical name."""
 

@@ -33,7 +33,6 @@ from trak_lite.gradient_computers._base import (
 from trak_lite.gradient_computers.comparison import compare, refuse_changing
 from trak_lite.gradient_computers.parameters import (
     Kept,
-    ParameterChoice,
     differentiating_only,
     select_parameters,
 )
@@ -49,7 +48,7 @@ from trak_lite.gradient_computers.self_check import SelfCheck, structure_of
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.sharded import is_sharded, refuse_sharded, reshard
 from trak_lite.models.tree import ModelTree
-from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms
+from trak_lite.types import Batch, BlockSink, DenseBlock, GradientBlock, OutputTerms, ParameterChoice
 
 
 class AbstractStreamingComputer(AbstractGradientComputer):

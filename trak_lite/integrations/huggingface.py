@@ -30,9 +30,9 @@ from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import SavedFeatures, refuse_other_model
 from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task, warn_of_balance
 from trak_lite.modelout_functions import ModelCall, require_separate_documents
+from trak_lite.modelout_functions._base import Task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
-from trak_lite.run.settings import Task
 from trak_lite.store import RemotePlace
 
 try:

@@ -30,9 +30,8 @@ from torch.nn.utils.rnn import pad_sequence
 from trak_lite.data.loading import Collate
 from trak_lite.errors import InvalidInputError
 from trak_lite.modelout_functions import DPOModelOutput, PolicyGradientModelOutput, reference_columns
+from trak_lite.modelout_functions._base import Task
 from trak_lite.modelout_functions.language_modeling import IGNORED
-from trak_lite.run.settings import Task
-from trak_lite.types import Batch
 
 __all__ = ["preference_rows", "recorded_rollouts", "rollout_rows"]
 
@@ -389,7 +388,7 @@ class DocumentCollator:
 
     collate: Collate
 
-    def __call__(self, samples: list[Any]) -> Batch:
+    def __call__(self, samples: list[Any]) -> Any:
         if "seq_lengths" in samples[0]:
             raise InvalidInputError(
                 "The rows are packed: each holds several texts (the column seq_lengths). Expected a row per text: "

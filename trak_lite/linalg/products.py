@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import full_float32, wide_dtype
@@ -161,6 +163,18 @@ def unit_segments(rows: Tensor, *, layout: FeatureLayout) -> Tensor:
     """
     check_rows(rows, layout)
     return torch.cat([unit_rows(rows[:, s.start : s.stop]) for s in layout.segments], dim=1)
+
+
+def standardised(values: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return a matrix with mean 0 and standard deviation 1 in every column; constant columns are 0.
+
+    Example:
+        >>> standardised(np.array([[1.0, 5.0], [3.0, 5.0]])).tolist()
+        [[-1.0, 0.0], [1.0, 0.0]]
+    """
+    centred = np.asarray(values, np.float64) - np.mean(values, axis=0, dtype=np.float64)
+    spread = centred.std(axis=0)
+    return centred / np.where(spread > 0, spread, 1.0)
 
 
 def _upcast_rows(block: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

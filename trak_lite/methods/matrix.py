@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trak_lite.core.validate import real_at_least
 from trak_lite.errors import InvalidInputError, NonFiniteError
-from trak_lite.evaluation._arrays import standardised
+from trak_lite.linalg.products import standardised
 from trak_lite.methods.base import AbstractMethod, MadeScores, MatrixParts
 from trak_lite.methods.registry import Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput

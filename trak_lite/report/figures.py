@@ -18,7 +18,7 @@ from trak_lite.core.validate import require_packages
 from trak_lite.data.datasets import every_nth
 from trak_lite.errors import InvalidInputError, MissingStoreError, SingularKernelError, StateError
 from trak_lite.evaluation import spearman
-from trak_lite.evaluation._arrays import standardised
+from trak_lite.linalg.products import standardised
 from trak_lite.report.content import ReportedScores
 from trak_lite.report.survey import Histogram
 

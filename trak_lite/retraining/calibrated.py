@@ -26,7 +26,6 @@ from trak_lite.evaluation.datamodeling import compared_scores
 from trak_lite.evaluation.verdict import Calibration, Estimate
 from trak_lite.linalg.kernel import KernelSettings
 from trak_lite.linalg.products import unit_rows
-from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.run.tables import FEATURES, OUT_TO_LOSS, as_tensor
@@ -147,7 +146,7 @@ def calibrate(
 def _refuse_other_teacher(scores: Scores, teacher: Scores, chosen: NDArray[np.int64]) -> None:
     """Raise if the teacher has other train rows, targets or another task, as far as both record them."""
     # A dataset of the same rows in another dtype has another digest.
-    runs = teacher.method.runs if isinstance(teacher.method, Unrolled) else ()
+    runs = getattr(teacher.method, "runs", ())
     dtypes = {run.weights.dtype for run in runs if isinstance(run, TrainingRun)}
     same_dtype = not dtypes or dtypes <= {parameter.dtype for parameter in scores.run.model.parameters()}
     if _are_others(_train_rows(scores), _train_rows(teacher), same_dtype):

@@ -27,7 +27,6 @@ from trak_lite.errors import (
 )
 from trak_lite.evaluation import seed_noise_ceiling
 from trak_lite.evaluation.datamodeling import NoiseCeiling
-from trak_lite.featurizing.row_checks import done_rows
 from trak_lite.retraining.plans import (
     OUTPUTS,
     Job,
@@ -37,7 +36,7 @@ from trak_lite.retraining.plans import (
     retraining_plan,
     seed_step,
 )
-from trak_lite.run.repeats import compare, conditions
+from trak_lite.run.repeats import compare, conditions, done_rows
 from trak_lite.run.tables import retrained_path
 from trak_lite.run.workspace import Workspace
 from trak_lite.store import Manifest, RemotePlace

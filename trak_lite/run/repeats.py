@@ -7,17 +7,19 @@ classes, files, the environment): a part of the work is repeated and compared.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trak_lite.core.eval_caches import passes_undone
-from trak_lite.data.datasets import Rows
+from trak_lite.data.datasets import RowNumbers, Rows
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.store import AbstractRowTable
 
 _T = TypeVar("_T")
 
@@ -27,6 +29,8 @@ _ROUNDING: Final = 1e-5
 """Largest distance under the same conditions, if two repetitions have the same bits."""
 _NOISE: Final = 10.0
 """Largest distance in units of that of two repetitions."""
+PROBED_ROWS: Final = 8
+"""Largest number of rows of a table that are recomputed."""
 
 
 @final
@@ -92,3 +96,33 @@ def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, de
             with passes_undone(model):
                 outputs.append(task.evaluate(ModelCall(model), batch).output.cpu().double())
     return torch.cat(outputs)
+
+
+def done_rows(
+    table: AbstractRowTable, wanted: RowNumbers | None = None, *, without: Collection[int] = ()
+) -> tuple[RowNumbers, Mapping[str, NDArray[Any]]] | None:
+    """Return up to ``PROBED_ROWS`` done rows of a table, from its first and its last chunk; ``None`` without any.
+
+    Reading a row reads its whole chunk (checksum, object store), so only two chunks are used. ``wanted`` are committed
+    rows to return instead, ``without`` chunks to leave out.
+    """
+    committed = [chunk for chunk in table.committed_chunks() if chunk not in without]
+    if wanted is None and committed:
+        chunks = sorted({committed[0], committed[-1]})
+        share = PROBED_ROWS // len(chunks)
+        wanted = np.concatenate([_spread(np.arange(*table.chunk_range(chunk)), share) for chunk in chunks])
+    if wanted is not None:
+        return wanted, {column.name: table.read_rows(column.name, wanted) for column in table.spec.columns}
+    begun = np.unique(np.flatnonzero(table.done()) // table.spec.chunk_rows).tolist()
+    for chunk in (chunk for chunk in begun if chunk not in without):
+        rows, values = table.read_done(chunk)
+        if len(rows):
+            chosen = _spread(np.arange(len(rows)), PROBED_ROWS)
+            return rows[chosen], {name: column[chosen] for name, column in values.items()}
+    return None
+
+
+def _spread(rows: RowNumbers, most: int) -> RowNumbers:
+    """Return at most ``most`` evenly spread rows, with the first and the last one."""
+    indices = np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)
+    return rows[np.unique(indices)]

@@ -11,13 +11,14 @@ import math
 import platform
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import nn
 
 from trak_lite.core.devices import Float32Products
+from trak_lite.core.normalization import Normalization, NormalizationKind, as_normalization
 from trak_lite.core.validate import flag, one_of, positive_int
 from trak_lite.core.version import __version__
 from trak_lite.errors import InvalidInputError
@@ -28,9 +29,8 @@ from trak_lite.gradient_computers import (
     choose_gradient_computer,
     select_parameters,
 )
-from trak_lite.gradient_computers._base import ParameterChoice, products_fingerprint
+from trak_lite.gradient_computers._base import products_fingerprint
 from trak_lite.gradient_computers.choice import require_computer
-from trak_lite.gradient_computers.normalization import Normalization, NormalizationKind, as_normalization
 from trak_lite.methods import LESS, METHODS, TRAK, AbstractMethod, Fisher, GaussNewton, Method, as_method
 from trak_lite.modelout_functions import AbstractModelOutput, QuestionsModelOutput, resolve_task
 from trak_lite.modelout_functions._base import Task as Task
@@ -44,7 +44,7 @@ from trak_lite.projectors.select import projector_name, select_projector
 from trak_lite.run.tables import FEATURES, GRADIENT_NORM, LOSS_CURVATURE, OUT_TO_LOSS, feature_table_spec
 from trak_lite.store import Column, Manifest, TableSpec
 from trak_lite.store._columns import DTYPES, dtype_fingerprint
-from trak_lite.types import Batch, FeatureLayout, ParameterShapes, num_entries
+from trak_lite.types import Batch, FeatureLayout, ParameterChoice, ParameterShapes, num_entries
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ _ASKED: Final = "task"
 """Name of the question of ``score(..., task=...)``."""
 
 GradientComputerFactory = Callable[..., AbstractGradientComputer]
+ProjectorChoice: TypeAlias = str | AbstractProjector
 
 
 @final
@@ -79,7 +80,7 @@ class AttributorSettings:
         float32_products: Float32Products,
         normalize: NormalizationKind | Normalization,
         store_norms: bool,
-        projector: str | AbstractProjector,
+        projector: ProjectorChoice,
         layout: Literal["auto", "joint", "module"],
         method: Method,
     ) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Final, Self, final
 import torch
 from torch import nn
 
+from trak_lite.core.normalization import Normalization
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.methods import AbstractMethod, Method, as_method
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput
 from trak_lite.run.settings import AttributorSettings, Task

@@ -51,6 +51,10 @@ class ScoreEntries:
                 f"{what} cannot be read ({error!r:.200}). Verify the scores again."
             ) from error
 
+    def verdicts(self) -> list[Verdict | OneRunVerdict]:
+        """Return the last verdict of every kind that there is."""
+        return [one for one in (self.verdict(Verdict), self.verdict(OneRunVerdict)) if one is not None]
+
     def predictions(self) -> Predictions | None:
         """Return the predictions that ``verify`` stored; ``None`` if there are none for the current values."""
         pairs = self.store.entry(predictions_path(self.path), self.table().content_key())

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trak_lite.core.devices import copied_ahead, precise
+from trak_lite.core.normalization import Normalization
 from trak_lite.core.progress import Stages
 from trak_lite.core.ranks import Ranks
 from trak_lite.core.validate import positive_int
@@ -28,7 +29,6 @@ from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.session import FeaturizingSession, Run
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, projected, unit
-from trak_lite.gradient_computers.normalization import Normalization
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
 from trak_lite.models.checkpoints import Checkpoint

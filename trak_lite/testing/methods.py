@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 from abc import ABC, abstractmethod
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -27,8 +28,6 @@ from torch.utils.data import TensorDataset
 
 from trak_lite.attributor import Attributor
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers.normalization import NormalizationKind
-from trak_lite.linalg.products import unit_segments
 from trak_lite.methods import AbstractMethod
 from trak_lite.scoring.scores import Scores
 from trak_lite.types import FeatureLayout
@@ -120,7 +119,8 @@ class MethodTests(ABC):
             if method.kernel is not None or (scope := method.unit_scope(layout)) is None:
                 continue
             assert scope in divided
-            expected = unit_segments(rows, layout=divided[scope])
+            parts = [rows[:, one.start : one.stop] for one in divided[scope].segments]
+            expected = torch.cat([part / part.norm(dim=1, keepdim=True) for part in parts], 1)
             for transform in (method.transform, method.transform_targets):
                 _assert_near(transform(rows.clone(), method.layout_of(layout)), expected)
 
@@ -166,7 +166,7 @@ def _data(count: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(_CLASSES, (count,), generator=generator, device="cpu"))
 
 
-def _kind_of_rows(method: AbstractMethod) -> NormalizationKind:
+def _kind_of_rows(method: AbstractMethod) -> Literal["none", "adam_update"]:
     """Return the ``normalize`` that makes the rows that the method needs."""
     try:
         method.check_rows("none")
@@ -184,7 +184,7 @@ def _new_name() -> str:
 
 
 @functools.cache
-def _featurized(kind: NormalizationKind) -> Attributor:
+def _featurized(kind: Literal["none", "adam_update"]) -> Attributor:
     """Return train rows in memory, which all laws of all methods share."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -26,11 +26,10 @@ from trak_lite.core.validate import integer, positive_int, real_at_least
 from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows, rows_of
 from trak_lite.errors import InvalidInputError
-from trak_lite.gradient_computers._base import ParameterChoice
 from trak_lite.modelout_functions import ModelCall
 from trak_lite.models.checkpoints import weights_digest
 from trak_lite.run.repeats import conditions
-from trak_lite.types import Batch
+from trak_lite.types import Batch, ParameterChoice
 from trak_lite.unrolled.optimizers import AbstractOptimizer
 
 RowLoss: TypeAlias = Callable[[ModelCall, Batch], Tensor]

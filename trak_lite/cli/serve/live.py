@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from typing import Any, Final, final
 
 import numpy as np
@@ -24,7 +25,6 @@ from trak_lite.errors import (
     StoreError,
     refuse_machine_failure,
 )
-from trak_lite.featurizing.session import FeaturizingSession
 from trak_lite.methods import Method
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.models.checkpoints import (
@@ -230,11 +230,8 @@ class LiveModel:
             with run.session(self._identity, train=self.train) as session:
                 tables = complete_tables(session.store, [digest])
                 model_id = model_id_of(tables[digest])
-
-                def plan(*_: str, session: FeaturizingSession = session, model_id: int = model_id) -> None:
-                    session.features(batch, first, model_id=model_id, what=rows.what)
-
-                session.visit(tables, plan, purpose="to score texts")
+                plan = partial(session.features, batch, first, model_id=model_id, what=rows.what)
+                session.visit(tables, lambda *_, plan=plan: plan(), purpose="to score texts")
             yield
         self._compared = True
 

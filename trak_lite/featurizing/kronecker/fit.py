@@ -38,13 +38,12 @@ from trak_lite.featurizing.kronecker.units import GradientJoiner, UnitSums, find
 from trak_lite.featurizing.row_checks import compared_terms
 from trak_lite.gradient_computers import HookGradientComputer, select_parameters
 from trak_lite.gradient_computers._base import refusal
-from trak_lite.gradient_computers.parameters import ParameterChoice
 from trak_lite.gradient_computers.self_check import SelfCheckError
 from trak_lite.methods import EKFAC
 from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
 from trak_lite.run.tables import curvature_path
 from trak_lite.store import AbstractFeatureStore
-from trak_lite.types import Batch, BlockSink
+from trak_lite.types import Batch, BlockSink, ParameterChoice
 
 __all__ = ["NumberedBatches", "fit_curvature", "unit_arrays"]
 

@@ -30,7 +30,6 @@ from trak_lite.gradient_computers.hooks.ledger import GradientLedger
 from trak_lite.gradient_computers.hooks.plan.probe import Plan, make_plan, sample_on_path
 from trak_lite.gradient_computers.parameters import (
     Kept,
-    ParameterChoice,
     differentiating_only,
     select_parameters,
 )
@@ -44,7 +43,7 @@ from trak_lite.gradient_computers.streaming import AbstractStreamingComputer, jo
 from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.models.sharded import ShardedModel, is_sharded, reshard
 from trak_lite.models.tree import ModelTree
-from trak_lite.types import Batch, BlockSink, OutputTerms
+from trak_lite.types import Batch, BlockSink, OutputTerms, ParameterChoice
 
 logger = logging.getLogger(__name__)
 
