@@ -31,9 +31,9 @@ from torch.utils.data import TensorDataset
 from benchmarks.lds.language import CHUNK, pretrained_gpt
 from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite import Attributor, Rows
+from trak_lite.featurizing.stored_settings import StoredSettings
 from trak_lite.linalg.products import score_block
 from trak_lite.methods import GaussNewton
-from trak_lite.run.stored_settings import StoredSettings
 from trak_lite.run.tables import FEATURES, LOSS_CURVATURE, OUT_TO_LOSS, feature_table_spec, target_path
 from trak_lite.scoring import index
 from trak_lite.scoring.matrix import top_and_bottom

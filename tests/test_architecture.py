@@ -21,17 +21,14 @@ import trak_lite
 FLOORS = [
     {"errors", "types"},
     {"core"},
-    {"data", "models"},
-    {"modelout_functions", "projectors", "linalg", "store", "evaluation"},
-    {"gradient_computers", "methods", "report"},
-    {"run"},
+    {"data", "models", "projectors", "linalg", "store", "evaluation"},
+    {"modelout_functions", "report"},
+    {"gradient_computers", "methods", "run"},
     {"featurizing"},
     {"scoring"},
-    {"selection", "unrolled"},
-    {"retraining"},
-    {"attributor", "traker"},
-    {"cli", "integrations", "testing", "utils"},
-    {"__init__"},
+    {"selection", "unrolled", "traker"},
+    {"retraining", "attributor", "utils"},
+    {"cli", "integrations", "testing", "__init__"},
     {"__main__"},
 ]
 """From the ground up: a module imports only from lower floors or from its own room."""

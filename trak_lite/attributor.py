@@ -27,14 +27,14 @@ from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, S
 from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.settings import AttributorSettings, GradientComputerFactory, ProjectorChoice, Task
+from trak_lite.featurizing.stored_settings import refuse_other_model, stored_arguments
 from trak_lite.featurizing.train_work import TrainWork, marking_last
 from trak_lite.methods import EKFAC, AbstractMethod, Method
 from trak_lite.methods.base import MadeScores
 from trak_lite.models.checkpoints import CheckpointSource, count_checkpoints, iterate_checkpoints
 from trak_lite.run import tables
 from trak_lite.run.columns import store_columns
-from trak_lite.run.settings import AttributorSettings, GradientComputerFactory, ProjectorChoice, Task
-from trak_lite.run.stored_settings import refuse_other_model, stored_arguments
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.plan import Plan
 from trak_lite.scoring.planning import planned

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from trak_lite import Scores
+from trak_lite.featurizing.stored_settings import StoredSettings
 from trak_lite.methods import GradDot
-from trak_lite.run.stored_settings import StoredSettings
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.stored import stored_scores

@@ -28,13 +28,13 @@ from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.data.columns import require_columns
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError, MissingStoreError
+from trak_lite.featurizing.settings import versions
 from trak_lite.methods import AbstractMethod
 from trak_lite.modelout_functions import resolve_task
 from trak_lite.retraining.plans import TrainFunction
 from trak_lite.retraining.trials import try_removals
 from trak_lite.retraining.verify import verify
 from trak_lite.run.columns import stored_columns
-from trak_lite.run.settings import versions
 from trak_lite.scoring.scores import Scores
 from trak_lite.store import RemotePlace, open_store
 from trak_lite.store._names import check_name

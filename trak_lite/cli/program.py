@@ -98,7 +98,7 @@ def _with_config(command: str, arguments: list[str]) -> int:
         from trak_lite.cli.configs import help_text, read_config
         from trak_lite.cli.serve.command import serve
         from trak_lite.cli.stored import effects, report
-        from trak_lite.run.settings import versions
+        from trak_lite.featurizing.settings import versions
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise

@@ -11,13 +11,13 @@ from trak_lite.cli.configs import RunConfig
 from trak_lite.core.validate import writing
 from trak_lite.data.columns import wanted_rows
 from trak_lite.errors import InvalidInputError, StateError
-from trak_lite.methods import AbstractMethod
+from trak_lite.featurizing.stored_settings import StoredSettings
+from trak_lite.methods import METHODS, AbstractMethod
 from trak_lite.models.borrowing import resolve_device
 from trak_lite.report.content import Render
 from trak_lite.retraining.repair import Repair, repair
 from trak_lite.retraining.what_if import Effects, what_if
-from trak_lite.run.stored_settings import StoredSettings
-from trak_lite.run.tables import method_of_scores, scored_names
+from trak_lite.run.tables import first_score_path, score_path, score_paths, scored_names
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.scores import Scores
 from trak_lite.scoring.stored import stored_scores
@@ -52,7 +52,8 @@ def opener(config: RunConfig, manifest: Manifest) -> Callable[..., Scores]:
 def methods_of(config: RunConfig, manifest: Manifest) -> Callable[[str], AbstractMethod]:
     """Return a function that returns the method by which the stored scores of a name are read.
 
-    The method of a record is that of its last command: scores of a name that has none of it are read all the same.
+    The method of a record is that of its last command: scores of a name that has none of it are read by the
+    attributor's method, or else by the only one that there are scores of.
     """
     settings, method = stored_settings(config, manifest), config.values["score"]["method"]
     asked = settings.scored_by(method)
@@ -61,7 +62,13 @@ def methods_of(config: RunConfig, manifest: Manifest) -> Callable[[str], Abstrac
         if method is not None and "score.method" not in config.recorded:
             return asked
         with open_store(config.path) as store:
-            return settings.scored_by(method_of_scores(store, name, asked, settings.method))
+            paths = score_paths(store, name)
+            if score_path(store, name, asked, settings.method) in paths:
+                return asked
+            if first_score_path(name) in paths:
+                return settings.scored_by(settings.method)
+            stored = store.open_table(paths[0]).spec.fingerprint.get("method", {}) if len(paths) == 1 else {}
+        return settings.scored_by(stored if stored.get("name") in METHODS else asked)
 
     return method_of
 

@@ -26,6 +26,7 @@ from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError,
 from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
+from trak_lite.featurizing.settings import AttributorSettings, Task
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
@@ -44,7 +45,6 @@ from trak_lite.models.loading import shares_memory
 from trak_lite.models.optimizers import AdamStates, adam_states
 from trak_lite.models.sharded import lockstep_of
 from trak_lite.projectors import AbstractProjector
-from trak_lite.run.settings import AttributorSettings, Task
 from trak_lite.run.tables import (
     GRADIENT_NORM,
     checkpoint_ids,

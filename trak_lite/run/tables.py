@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from trak_lite.core.devices import to_device
 from trak_lite.core.json_text import digest_of
 from trak_lite.core.validate import some_of
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.methods import METHODS, AbstractMethod
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable, Column, Manifest, TableSpec
 from trak_lite.store._grid import chunk_rows_for
 
@@ -34,6 +33,17 @@ CHECKPOINTS = "checkpoints"
 """Attribute of a table of targets: the digests of the weights of all checkpoints that its call featurizes them with."""
 COLUMNS = "columns"
 """Folder of the entries of the columns of the train data."""
+
+
+class StoredMethod(Protocol):
+    """What a method's tables are named by; see :class:`~trak_lite.methods.AbstractMethod`."""
+
+    @property
+    def inverse(self) -> Any:
+        """The method with an inverse curvature whose targets it reads, ``None`` without one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the identity of its scores."""
 
 
 def path_of(kind: str, *names: str, identity: Mapping[str, Any] | None = None) -> str:
@@ -121,7 +131,7 @@ def target_path(name: str, model_id: int) -> str:
     return plain_target_folder(name, checkpoint_path(model_id))
 
 
-def target_folder(name: str, method: AbstractMethod) -> str:
+def target_folder(name: str, method: StoredMethod) -> str:
     """Return the folder of the features of a target set that a method reads, with one table per checkpoint."""
     if method.inverse is not None:
         return preconditioned_folder(name, identity=method.inverse.target_json())
@@ -141,12 +151,12 @@ def without_fit(targets: Any) -> Any:
     return {key: value for key, value in targets.items() if key != "curvature"}
 
 
-def target_table_path(name: str, method: AbstractMethod, train: AbstractRowTable) -> str:
+def target_table_path(name: str, method: StoredMethod, train: AbstractRowTable) -> str:
     """Return the path of the features of a target set that a method reads, for the checkpoint of a train table."""
     return f"{target_folder(name, method)}/{table_path(train)}"
 
 
-def score_path(store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod) -> str:
+def score_path(store: AbstractFeatureStore, name: str, method: StoredMethod, base: StoredMethod) -> str:
     """Return the path of the scores of a target set: the stored ones of the method, or where they are to be stored.
 
     Those of ``base``, the attributor's method, are stored at a short path. An attributor with another one may have
@@ -178,19 +188,6 @@ def score_paths(store: AbstractFeatureStore, name: str) -> list[str]:
     return [path for path in all_score_paths(store) if path.split("/")[1] == name]
 
 
-def method_of_scores(
-    store: AbstractFeatureStore, name: str, method: AbstractMethod, base: AbstractMethod
-) -> Any:
-    """Return this method if a target set has scores of it, else ``base``, else the only one that it has scores of."""
-    paths = score_paths(store, name)
-    if score_path(store, name, method, base) in paths:
-        return method
-    if first_score_path(name) in paths:
-        return base
-    stored = store.open_table(paths[0]).spec.fingerprint.get("method", {}) if len(paths) == 1 else {}
-    return stored if stored.get("name") in METHODS else method
-
-
 def all_score_paths(store: AbstractFeatureStore) -> list[str]:
     """Return the paths of all tables of scores."""
     return [*store.table_names("scores"), *store.table_names("views")]
@@ -202,10 +199,15 @@ def scored_names(store: AbstractFeatureStore, *, own: bool = False) -> list[str]
     return sorted({path.split("/")[1] for path in paths})
 
 
-def target_names(store: AbstractFeatureStore, method: AbstractMethod | None = None) -> list[str]:
+def target_names(store: AbstractFeatureStore, method: StoredMethod | None = None) -> list[str]:
     """Return the names of the target sets with features that a method reads, or of all with features, sorted."""
     kind = "" if method is None else f"{target_folder('', method).partition('/')[0]}/"
     return sorted({path.split("/")[1] for path in target_paths(store) if path.startswith(kind)})
+
+
+def row_kind(manifest: Manifest) -> str:
+    """Return the kind of the normalisation of the rows of a store."""
+    return str(manifest.fingerprint.get("gradients", {}).get("normalization", {}).get("kind", "none"))
 
 
 def feature_table_spec(

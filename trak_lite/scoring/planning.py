@@ -30,13 +30,13 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import StateError, StoreError
 from trak_lite.featurizing.fisher import drawn_batch_size, drawn_spec, gram_spec
 from trak_lite.featurizing.session import Run
+from trak_lite.featurizing.settings import AttributorSettings
 from trak_lite.featurizing.train_work import TrainWork
 from trak_lite.linalg.gram import GramAccumulator, keeps_rows, lower_product
 from trak_lite.linalg.kernel import KernelSettings, factorise
 from trak_lite.linalg.products import product_dtype
 from trak_lite.methods import AbstractMethod, Fisher
 from trak_lite.models.checkpoints import Checkpoint
-from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import FEATURES, as_tensor, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.grams import CACHED_ROWS

@@ -25,7 +25,6 @@ from trak_lite.linalg.kernel import SegmentKernel, precondition
 from trak_lite.linalg.products import product_dtype, self_scores
 from trak_lite.methods import METHODS, AbstractMethod
 from trak_lite.run import tables
-from trak_lite.run.stored_settings import row_kind
 from trak_lite.scoring.grams import Grams
 from trak_lite.scoring.tiles import ScoreTerm, score_tile, tile_ranges
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
@@ -284,7 +283,7 @@ class ScoreSource:
         Raises :class:`InvalidInputError` if target rows cannot be computed from stored train rows, and
         :class:`NonFiniteError` if a product is beyond float32.
         """
-        if row_kind(self.store.manifest) == "adam_update":
+        if tables.row_kind(self.store.manifest) == "adam_update":
             raise InvalidInputError(
                 "Self-influence needs the gradients of train rows, and these are Adam updates (normalize="
                 "'adam_update'). Score the train data as targets and take the diagonal."

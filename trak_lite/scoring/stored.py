@@ -25,13 +25,13 @@ from trak_lite.data.batches import rows_in_batches
 from trak_lite.data.datasets import Rows
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import KnownSource, Run
+from trak_lite.featurizing.settings import AttributorSettings, row_widths
+from trak_lite.featurizing.stored_settings import StoredSettings
 from trak_lite.featurizing.targets import TargetSet
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores, MatrixParts
 from trak_lite.models.checkpoints import count_checkpoints, iterate_checkpoints
 from trak_lite.run import tables
-from trak_lite.run.settings import AttributorSettings, row_widths
-from trak_lite.run.stored_settings import StoredSettings
 from trak_lite.run.workspace import Workspace, naming_dropped
 from trak_lite.scoring.index import indexed_top
 from trak_lite.scoring.matrix import AbstractScoreMatrix, StoredMatrix, StreamedMatrix, top_and_bottom

@@ -35,6 +35,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, refuse_machine_failure
 from trak_lite.featurizing.gauss_newton import forward_mode
 from trak_lite.featurizing.session import FeaturizingSession
+from trak_lite.featurizing.settings import AttributorSettings
 from trak_lite.gradient_computers import select_parameters
 from trak_lite.gradient_computers.parameters import differentiating_only
 from trak_lite.gradient_computers.self_check import structure_of
@@ -43,7 +44,6 @@ from trak_lite.modelout_functions._inputs import split_labels
 from trak_lite.modelout_functions._margins import with_labels
 from trak_lite.modelout_functions.language_modeling import IGNORED
 from trak_lite.models.sharded import is_sharded
-from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import model_id_of
 from trak_lite.scoring.matrix import checked_rows
 from trak_lite.scoring.scores import Scores

@@ -27,13 +27,13 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, StoreError
 from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.session import FeaturizingSession, Run
+from trak_lite.featurizing.settings import AttributorSettings
 from trak_lite.featurizing.solvers import Convergence
 from trak_lite.featurizing.unprojected import ProductProjector, gradients_of, projected, unit
 from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import EKFAC, AbstractMethod, Method, as_method
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.models.sharded import refuse_sharded
-from trak_lite.run.settings import AttributorSettings
 from trak_lite.run.tables import checkpoint_tables
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, PartialMatrix, top_and_bottom_of

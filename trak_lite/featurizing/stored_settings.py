@@ -12,9 +12,10 @@ from torch import nn
 
 from trak_lite.core.normalization import Normalization
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
+from trak_lite.featurizing.settings import AttributorSettings, Task
 from trak_lite.methods import AbstractMethod, Method, as_method
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput
-from trak_lite.run.settings import AttributorSettings, Task
+from trak_lite.run.tables import row_kind
 from trak_lite.store import Manifest
 from trak_lite.types import FeatureLayout
 
@@ -58,11 +59,6 @@ class StoredSettings:
         decided = as_method(method).decided(self.layout)
         decided.check_rows(self.row_kind)
         return decided
-
-
-def row_kind(manifest: Manifest) -> str:
-    """Return the kind of the normalisation of the rows of a store."""
-    return str(manifest.fingerprint.get("gradients", {}).get("normalization", {}).get("kind", "none"))
 
 
 def stored_arguments(
