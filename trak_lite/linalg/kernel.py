@@ -259,7 +259,9 @@ def _factorised(
     if lambda_reg is None and settings.damping is not None:
         lambda_reg = settings.damping * mean
     elif lambda_reg is None:
-        lambda_reg = settings.default_lambda(_sum_of_squares(gram), width=width, num_rows=num_rows)
+        below = torch.linalg.vector_norm(gram.tril(-1)).square()
+        squares = float(2.0 * below + gram.diagonal().square().sum())  # of the eigenvalues
+        lambda_reg = settings.default_lambda(squares, width=width, num_rows=num_rows)
     if rows is not None:
         large = lambda_reg >= _SMALL_LAMBDA * mean * width and not settings.rescale_inverse
         factor = _cholesky(gram, lambda_reg) if large else None
@@ -365,12 +367,6 @@ def _mean_eigenvalues(grams: Sequence[Tensor], segments: Sequence[str], num_rows
             "parameters."
         )
     return [mean if mean >= floor else 0.0 for mean in means]
-
-
-def _sum_of_squares(gram: Tensor) -> float:
-    """Return the sum of the squared eigenvalues: the squared Frobenius norm, from the lower triangle."""
-    below = torch.linalg.vector_norm(gram.tril(-1)).square()
-    return float(2.0 * below + gram.diagonal().square().sum())
 
 
 def _noise_floor(values: Tensor) -> float:

@@ -271,7 +271,12 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
     Return what restores these, flags and plain attributes.
     """
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    grads = [(p, p.grad) for p in model.parameters() if _is_like(p.grad, p)]
+    # Of other gradients, ``.data`` of the parameter has been replaced since: autograd would not add to them.
+    grads = [
+        (p, g)
+        for p in model.parameters()
+        if (g := p.grad) is None or (g.dtype, g.shape) == (p.dtype, p.shape)
+    ]
     for p, _ in grads:
         p.grad = None  # a model may call backward() itself, in its forward pass too
     plain = (bool, int, float, str, type(None))
@@ -308,11 +313,6 @@ def _modules_kept(model: nn.Module) -> Callable[[], None]:
             module.training = mode
 
     return restore
-
-
-def _is_like(grad: Tensor | None, p: nn.Parameter) -> bool:
-    """Whether autograd would add to a gradient: ``.data`` of its parameter may have been replaced since."""
-    return grad is None or (grad.dtype == p.dtype and grad.shape == p.shape)
 
 
 def _ids(values: Mapping[str, Any]) -> dict[str, int]:

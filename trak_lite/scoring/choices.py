@@ -17,7 +17,7 @@ from trak_lite.core.validate import one_of, positive_int, real_at_least, target_
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError
 from trak_lite.linalg.topk import TopK, TopRows, not_finite
-from trak_lite.scoring.matrix import AbstractScoreMatrix, Sign, StreamedMatrix
+from trak_lite.scoring.matrix import AbstractScoreMatrix, HeldMatrix, Sign, StreamedMatrix
 from trak_lite.scoring.source import ScoreSource
 
 Tiles: TypeAlias = Callable[[NDArray[np.bool_] | None], Iterator[tuple[int, NDArray[Any]]]]
@@ -83,6 +83,14 @@ def chosen_top(
     indices, values = (tensor.cpu().numpy() for tensor in best.result())
     numbers = indices if choice.wanted is None else np.flatnonzero(choice.wanted)[indices]
     return TopRows(numbers, values.astype(np.float32))
+
+
+def strongest(scores: NDArray[np.float32], mask: NDArray[np.bool_], k: int, sign: Sign) -> TopRows:
+    """Return the k strongest of the rows in a mask, with their scores, each ``(k,)`` or shorter."""
+    if not mask.any():
+        return TopRows(np.flatnonzero(mask), scores[:0])
+    rows = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
+    return TopRows(rows.indices[0], rows.scores[0])
 
 
 def group_sums(

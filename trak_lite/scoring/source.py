@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from trak_lite.types import FeatureLayout
 logger = logging.getLogger(__name__)
 
 _HELD_BYTES = 2 << 30
+HeldKernels: TypeAlias = dict[str, list[SegmentKernel]]
+"""Factorised kernels by the content of the train rows."""
 
 
 @final
@@ -67,14 +69,14 @@ class ScoreSource:
         self._grams: Grams | None = None
         if kernel is not None:
             self._grams = Grams(self.store, kernel, self.layout, self.device, method.fisher_fit)
-        self._held: dict[str, list[SegmentKernel]] | None = None
+        self._held: HeldKernels | None = None
         self._named: set[str] = set()
         """Modules that were named in the log: without a contribution, or with nothing but rounding in a direction."""
 
-    def hold_kernels(self, held: dict[str, list[SegmentKernel]]) -> None:
+    def hold_kernels(self, held: HeldKernels) -> None:
         """Use factorised kernels again, as long as those of all checkpoints take at most 2 GiB.
 
-        ``held`` has them by the content of the train rows. Sources of the same method and layout may share it.
+        Sources of the same method and layout may share ``held``.
         """
         if len(self.train) * sum(segment.width**2 for segment in self.layout.segments) * 8 <= _HELD_BYTES:
             self._held = held

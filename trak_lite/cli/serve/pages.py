@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trak_lite.cli.serve import urls
 from trak_lite.cli.serve.live import LiveModel
 from trak_lite.cli.serve.marks import MARKS, Mark, MarksFile, relabelling
-from trak_lite.cli.serve.sets import Sets, scatter_of, strongest
+from trak_lite.cli.serve.sets import Sets, scatter_of
 from trak_lite.cli.serve.urls import WHERE, Params
 from trak_lite.core.validate import one_of, some_of
 from trak_lite.errors import InvalidInputError, StateError, TrakLiteError, UnknownNameError
@@ -30,6 +30,7 @@ from trak_lite.modelout_functions import AbstractModelOutput
 from trak_lite.report.content import Content, Renders, cut, rendered
 from trak_lite.report.page import environment, fragment
 from trak_lite.retraining.what_if import Effects, what_if
+from trak_lite.scoring.choices import strongest
 
 logger = logging.getLogger(__name__)
 

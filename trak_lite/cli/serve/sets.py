@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,10 @@ from numpy.typing import NDArray
 from trak_lite.core.validate import known_names, one_of, target_number
 from trak_lite.data.columns import Column
 from trak_lite.errors import InvalidInputError, StateError, StoreError
-from trak_lite.linalg.kernel import SegmentKernel
-from trak_lite.linalg.topk import TopRows
 from trak_lite.methods import AbstractMethod
 from trak_lite.report.page import visible
-from trak_lite.scoring.choices import RowChoice, chosen_top
-from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.scores import Scores
+from trak_lite.scoring.source import HeldKernels
 
 _HELD_BYTES: Final = 1 << 28
 _MOST_HELD: Final = 64
@@ -46,7 +43,7 @@ class Sets:
     """N."""
     refuse_changes: Callable[[], None]
     """Raises if the store has other train data or columns than these."""
-    _kernels: dict[AbstractMethod, dict[str, list[SegmentKernel]]] = field(init=False, default_factory=dict)
+    _kernels: dict[AbstractMethod, HeldKernels] = field(init=False, default_factory=dict)
     """Shared by all scores of the first method, because factorising a kernel takes longer than all the rest."""
     _scores: OrderedDict[str, Scores] = field(init=False, default_factory=OrderedDict)
     _contents: dict[str, str | None] = field(init=False, default_factory=dict)
@@ -132,16 +129,6 @@ class Sets:
     def columns_of(self, row: int) -> list[tuple[str, str]]:
         """Return the names and values of the columns of a row."""
         return [(name, column.text_of(row)) for name, column in self.columns.items()]
-
-
-def strongest(
-    scores: NDArray[np.float32], mask: NDArray[np.bool_], k: int, sign: Literal["helpful", "harmful"]
-) -> TopRows:
-    """Return the k strongest of the rows in a mask, with their scores, each ``(k,)`` or shorter."""
-    if not mask.any():
-        return TopRows(np.flatnonzero(mask), scores[:0])
-    rows = chosen_top(HeldMatrix(scores[:, None]), k, RowChoice(mask), sign=sign)
-    return TopRows(rows.indices[0], rows.scores[0])
 
 
 def scatter_of(scores: NDArray[np.float32]) -> tuple[float, float]:
