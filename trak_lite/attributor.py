@@ -23,6 +23,7 @@ from trak_lite.core.progress import Stages
 from trak_lite.core.validate import flag, positive_int, real_at_least, require_function
 from trak_lite.data.columns import columns_of
 from trak_lite.data.datasets import Rows
+from trak_lite.data.digests import digest
 from trak_lite.errors import InvalidInputError, MissingStoreError, StateError, StoreError, printable
 from trak_lite.featurizing.capture import Capture
 from trak_lite.featurizing.fits import MethodFits
@@ -329,6 +330,8 @@ class Attributor:
             self._run.joined(call) as ranks,
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
+            if labelled:
+                ranks.agree("columns (digest of their values)", digest(labelled))
             work = TrainWork(session)
             checkpoint_iter = iterate_checkpoints(checkpoints, checkpoint_loader)
             # Wait until each checkpoint of an iterator is complete, so that finish() does not hold it in memory.

@@ -281,6 +281,26 @@ def columns_of_rank_0(path: str) -> None:
     attributor(path).featurize(data(N), states(network(), 1), columns=columns)
 
 
+def columns_with_other_values(path: str) -> None:
+    columns = {"source": [f"web-{own_rank()}"] * N}
+    attributor(path).featurize(data(N), states(network(), 1), columns=columns)
+
+
+def in_another_folder(path: str) -> None:
+    folder = Path(path).parent / f"of-{own_rank()}"
+    folder.mkdir()
+    os.chdir(folder)
+    attributor("a.zarr").featurize(data(N), states(network(), 1))
+
+
+def with_a_part_of_the_data(path: str) -> None:
+    attributor(path).featurize(data(N - own_rank()), states(network(), 1))
+
+
+def with_another_seed(path: str) -> None:
+    attributor(path, seed=own_rank()).featurize(data(N), states(network(), 1))
+
+
 def scored_by_rank_0(path: str) -> None:
     made = attributor(path)
     made.featurize(data(N), states(network(), 1))

@@ -171,8 +171,10 @@ def test_an_error_of_one_rank_ends_the_others(path: str, rank_1: Any, kind: str,
         (cases.rank_0_comes_late_with_other_weights, "the checkpoint 'current' (digest of its weights) '"),
         (cases.other_calls, 'the call "'),
         (cases.columns_of_rank_0, "the call 'featurize"),
+        (cases.columns_with_other_values, "the columns (digest of their values) '"),
+        (cases.in_another_folder, "the call 'featurize"),
     ],
-    ids=["weights", "late", "calls", "columns"],
+    ids=["weights", "late", "calls", "columns", "values of columns", "folders"],
 )
 def test_ranks_that_do_not_do_the_same_are_told_before_any_writes(path: str, job: Any, said: str) -> None:
     found = on_ranks(2, job, path)
@@ -180,6 +182,24 @@ def test_ranks_that_do_not_do_the_same_are_told_before_any_writes(path: str, job
     assert [kind for kind, _ in found] == ["RankError"] * 2, found
     assert all(message.startswith(f"Rank 1 has {said}") for _, message in found)
     assert all(", but another rank has '" in message for _, message in found)
+    assert not Path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        (cases.with_a_part_of_the_data, "dataset.num_rows is 140 there, 139 here"),
+        (cases.with_another_seed, "projector.seed is 0 there, 1 here"),
+    ],
+    ids=["data", "settings"],
+)
+def test_ranks_with_other_data_or_settings_are_told_the_difference_before_any_writes(
+    path: str, job: Any, said: str
+) -> None:
+    found = on_ranks(2, job, path)
+
+    assert [kind for kind, _ in found] == ["RankError"] * 2, found
+    assert all(message.startswith("Rank 1 differs from rank 0. ") and said in message for _, message in found)
     assert not Path(path).exists()
 
 

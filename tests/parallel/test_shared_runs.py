@@ -21,9 +21,10 @@ import torch
 from forked import forkserver
 from rank_cases import BATCH, N, R, contents
 from tiny_runs import labelled
+from torch.utils.data import TensorDataset
 
 from trak_lite import Attributor, Rows
-from trak_lite.errors import MissingStoreError, StateError
+from trak_lite.errors import ManifestMismatchError, MissingStoreError, StateError
 from trak_lite.methods import EKFAC
 from trak_lite.store import ZarrFeatureStore, check_store
 
@@ -237,6 +238,21 @@ def test_a_relative_path_stays_the_same_place(tmp_path: Path, monkeypatch: pytes
     assert made.featurize(TRAIN).rows_written == 0
     assert made.score(TARGETS, "t").shape == (40, 4)
     assert list((tmp_path / "sub").iterdir()) == []
+
+
+def test_settings_of_a_store_that_another_process_makes_meanwhile_are_compared(tmp_path: Path) -> None:
+    tensors = torch.randn(40, 4), torch.arange(40) % 3
+    model, path = torch.nn.Linear(4, 3), tmp_path / "a.zarr"
+    others = [Attributor(model, "image_classification", path, proj_dim=8, seed=1, progress=False)]
+
+    class Meanwhile(TensorDataset):
+        def __getitem__(self, row: int) -> Any:
+            if others:
+                others.pop().featurize(Rows(TensorDataset(*tensors), name="same"))
+            return super().__getitem__(row)
+
+    with pytest.raises(ManifestMismatchError, match=r"projector\.seed is 1 there, 0 here"):
+        attributor(tmp_path / "a.zarr").featurize(Rows(Meanwhile(*tensors), name="same"))
 
 
 @pytest.mark.quick

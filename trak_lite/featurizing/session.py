@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
+from trak_lite.core.json_text import canonical_json
 from trak_lite.core.normalization import Normalization
 from trak_lite.core.progress import Stages
 from trak_lite.core.ranks import Ranks, joined_ranks
@@ -22,7 +24,13 @@ from trak_lite.core.validate import positive_int, some_of
 from trak_lite.data.batches import default_batch_size, move_batch
 from trak_lite.data.datasets import HeldRows, RowNumbers, Rows, rows_of
 from trak_lite.data.loading import Collate
-from trak_lite.errors import CheckpointError, ManifestMismatchError, StateError, refuse_machine_failure
+from trak_lite.errors import (
+    CheckpointError,
+    ManifestMismatchError,
+    RankError,
+    StateError,
+    refuse_machine_failure,
+)
 from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
@@ -53,7 +61,7 @@ from trak_lite.run.tables import (
 )
 from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
-from trak_lite.store.manifest import compare_fingerprints
+from trak_lite.store.manifest import Manifest, compare_fingerprints
 from trak_lite.store.sharing import LazyTable
 from trak_lite.types import Batch
 
@@ -157,8 +165,21 @@ class Run:
 
     def joined(self, call: str) -> AbstractContextManager[Ranks]:
         """Return the context of a call of all ranks; with a store in memory, of each rank alone."""
-        path = self.workspace.path
-        return joined_ranks(f"{call} ({path})", distributed=False if path is None else self.distributed)
+        place = self.workspace.place
+        return joined_ranks(f"{call} ({place})", distributed=False if place is None else self.distributed)
+
+    def _refuse_other_settings(self, manifest: Manifest, ranks: Ranks) -> None:
+        """Raise :class:`RankError` on all ranks if one has other settings or data than rank 0; names what differs."""
+        of_rank_0 = ranks.broadcast("the settings", lambda: canonical_json(dict(manifest.fingerprint)))
+        try:
+            compare_fingerprints(
+                json.loads(of_rank_0),
+                manifest.fingerprint,
+                where="The call of rank 0",
+                remedy="Pass the same model, settings and data to all ranks, which divide the rows by themselves.",
+            )
+        except ManifestMismatchError as error:
+            raise RankError(f"Rank {ranks.rank} differs from rank 0. {error}") from None
 
     @contextmanager
     def session(
@@ -174,7 +195,9 @@ class Run:
         ``dataset`` are JSON values that identify the train data; ``None`` uses those of the store. With ``train``, the
         train rows or some, a few stored rows of every loaded checkpoint are computed again and compared.
         """
-        manifest = self.settings.manifest(dataset)
+        manifest, ranks = self.settings.manifest(dataset), ranks or Ranks()
+        if ranks.size > 1:
+            self._refuse_other_settings(manifest, ranks)
         try:
             with (
                 turn_of_thread(self.model),  # of which two would close each other's store
@@ -185,7 +208,7 @@ class Run:
             ):
                 if self.workspace.exists:
                     self.settings.recall_computer(self.workspace.store().manifest)
-                yield FeaturizingSession(self, borrowed, ranks=ranks or Ranks(), train=train)
+                yield FeaturizingSession(self, borrowed, ranks=ranks, train=train)
         except (MemoryError, OSError, RuntimeError) as error:
             refuse_machine_failure(error)
             raise
