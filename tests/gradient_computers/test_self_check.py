@@ -721,14 +721,15 @@ class Averaging(nn.Module):
     def forward(self, x):
         self.count += 1
         if self.momentum and self.in_place:
-            self.mean.lerp_(x.detach().mean(0), self.momentum)
+            mean = self.mean.data if self.in_place == "without a new version" else self.mean
+            mean.lerp_(x.detach().mean(0), self.momentum)
         elif self.momentum:
             self.mean = self.mean * (1 - self.momentum) + x.detach().mean(0) * self.momentum
         return self.last(x - self.mean)
 
 
 @pytest.mark.parametrize("momentum", [0.1, 1e-4])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, False, "without a new version"])
 @pytest.mark.parametrize("computer", ["auto", *GRADIENT_COMPUTERS])
 def test_a_buffer_that_changes_in_eval_mode_is_named_and_comes_back(computer, in_place, momentum):
     torch.manual_seed(0)

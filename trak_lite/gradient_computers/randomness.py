@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from trak_lite.core.devices import rng_state, seed_rng, set_rng_state, wide_dtype
 from trak_lite.core.eval_caches import attributes_kept, remembering
-from trak_lite.data.batches import batch_size, map_tensors, take_rows
+from trak_lite.data.batches import batch_size, is_equal, map_tensors, take_rows
 from trak_lite.errors import MODEL_FAILURES, UnsupportedModelError, refuse_machine_failure
 from trak_lite.gradient_computers.parameters import Kept, differentiating_only
 from trak_lite.gradient_computers.recording import version_of
@@ -212,8 +212,9 @@ def _exceeds_rounding(
 
 def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
     """Raise if f of some samples changes with what the model draws, or with buffers or parameters that it changes."""
-    buffers = [(name, held, version_of(held)) for name, held in computer.model.named_buffers()]
-    weights, put_back = parameter_sizes(computer.model), _state_kept(computer.model)
+    held = computer.model.named_buffers()
+    buffers = [(name, buffer, buffer.detach().clone(), version_of(buffer)) for name, buffer in held]
+    weights, put_back = parameter_sizes(computer.model), _state_kept(computer.model, buffers)
 
     def draws(part: Batch) -> bool | None:
         try:
@@ -299,19 +300,26 @@ def _other_values(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.bool else torch.where(tensor > 0, tensor // 2, tensor)
 
 
-def _state_kept(model: nn.Module) -> Callable[[], None]:
-    """Return a function that puts back attributes and buffers of a model, the values of these included."""
-    values = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in model.buffers()]
+def _state_kept(
+    model: nn.Module, buffers: Iterable[tuple[str, Tensor, Tensor, int | None]]
+) -> Callable[[], None]:
+    """Return a function that puts back attributes of a model, and the values of buffers."""
     put_back_attributes = attributes_kept(model.modules())
 
     def put_back() -> None:
         put_back_attributes()
         with torch.no_grad():
-            for buffer, value, version in values:
-                if version_of(buffer) != version:  # a pass may hold the others for its backward pass
+            for _, buffer, value, version in buffers:
+                if _is_written(buffer, value, version):  # a pass may hold the others for its backward pass
                     buffer.copy_(value)
 
     return put_back
+
+
+def _is_written(buffer: Tensor, value: Tensor, version: int | None) -> bool:
+    """Whether a buffer changed: ``.data`` and the observers of torch.ao.quantization leave its version as it is."""
+    is_plain = type(buffer) is Tensor and buffer.layout is torch.strided
+    return version_of(buffer) != version or (is_plain and not is_equal(buffer, value))
 
 
 class ChangedParametersError(UnsupportedModelError):
@@ -362,12 +370,16 @@ def refusing_changes(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_changed_buffers(
-    computer: CheckedComputer, parts: Sequence[Batch], before: Iterable[tuple[str, Tensor, int | None]]
+    computer: CheckedComputer,
+    parts: Sequence[Batch],
+    before: Iterable[tuple[str, Tensor, Tensor, int | None]],
 ) -> None:
     """Raise if passes have changed buffers since ``before``, and f of the same samples changes with them."""
     now = dict(computer.model.named_buffers())
     changed = [
-        name for name, old, version in before if now.get(name) is not old or version_of(old) != version
+        name
+        for name, old, value, version in before
+        if now.get(name) is not old or _is_written(old, value, version)
     ]
     if not changed:
         return
@@ -379,5 +391,6 @@ def _refuse_changed_buffers(
             f"The forward pass of {class_of(computer.model).__name__} in eval mode changes {len(changed)} of its "
             f"buffers, the first of them {changed[0]!r}, and f of the same sample changes with them, so its gradient "
             "is not defined. Expected a forward pass that only reads them in eval mode: change them under "
-            "'if self.training:'."
+            "'if self.training:', or, of observers of quantisation, set their buffers observer_enabled to 0, in "
+            "checkpoints too."
         )
