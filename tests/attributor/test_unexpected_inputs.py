@@ -52,6 +52,11 @@ def exported():
     return torch.export.export(net().eval(), (X,)).module()
 
 
+class Trained(nn.Linear):
+    def train(self, inputs, labels):
+        raise AssertionError
+
+
 def expanded():
     model = nn.Linear(4, 3)
     model.bias = nn.Parameter(torch.zeros(1).expand(3))
@@ -361,6 +366,10 @@ def test_products_beyond_float32_are_not_said_to_be_of_the_model():
         ("ExportedProgram.*Pass the module that was", lambda: attributor(torch.export.export(net(), (X,)))),
         (r"eval mode.*Pass the module that was exported", lambda: attributor(exported()).featurize(TRAIN)),
         ("of torch", lambda: attributor(nn.Sequential(exported())).featurize(TRAIN)),
+        (
+            r"eval mode.*'labels'.*another name",
+            lambda: attributor(nn.Sequential(Trained(4, 3))).featurize(TRAIN),
+        ),
         (r"DataFrame.*TensorDataset\(torch.tensor\(frame", lambda: attributor().featurize(frame())),
         ("DataFrame", lambda: attributor().featurize(frame()[::-1])),
         ("tuple of arrays", lambda: Rows(ARRAYS)),

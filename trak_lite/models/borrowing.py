@@ -206,10 +206,11 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
             model.to(device)
         try:
             model.eval()
-        except NotImplementedError as error:
+        except (NotImplementedError, TypeError) as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be switched to eval mode ({error}): it is or has a module of "
-                "torch.export, whose mode is fixed. Pass the module that was exported."
+                f"{type(model).__name__} cannot be switched to eval mode ({error}). Give a method train() that takes "
+                "other arguments than torch's another name. Pass the module that was exported in place of one of "
+                "torch.export, whose mode is fixed."
             ) from error
         # After to() and eval(), which set attributes of their own.
         put_back = attributes_kept(model.modules())
