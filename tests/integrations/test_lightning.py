@@ -177,7 +177,8 @@ def test_code_in_a_file_is_run_only_where_it_is_trusted_and_a_wrong_prefix_is_na
     file, state = tmp_path / "a.ckpt", {"model.weight": torch.ones(2)}
     torch.save({"state_dict": state, "hyper_parameters": {"setting": Digits}}, file)
     said = (
-        r"load failed\). .*without running code from them.*that you trust.*ckpt_weights, weights_only=False\)"
+        r"load failed: GLOBAL .*Digits\). .*without running code from them.*"
+        r"that you trust.*ckpt_weights, weights_only=False\)"
     )
     with pytest.raises(CheckpointError, match=said):
         lightning.ckpt_weights(file, prefix="model.")

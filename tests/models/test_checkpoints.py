@@ -241,11 +241,11 @@ REFUSED: list[tuple[Any, str]] = [
     *((name, rf"Cannot read the checkpoint .*{name}") for name in UNREADABLE),
     (
         "evil2.pt",
-        r"evil2\.pt \(UnpicklingError: Weights only load failed\)\. Files .* best with safetensors\.$",
+        r"evil2\.pt \(UnpicklingError: Weights only load failed: GLOBAL [\w.]+\)\. Files .* best with safetensors\.$",
     ),
     ("nowhere", "no checkpoint at .*nowhere"),
     ("empty", "holds no checkpoint.*safetensors"),
-    ("list.pt", "holds no state dict: found list"),
+    ("list.pt", r"holds no state dict: found list.*checkpoint_loader"),
     ("run", r"model.safetensors and 2 checkpoint folders \(checkpoint-9 \.\.\.\)"),
     ("shards-0", "Cannot read the list of shards"),
     ("shards-1", "Cannot read the list of shards"),

@@ -299,7 +299,7 @@ def _read_file(path: Path, weights_only: bool) -> Mapping[str, Tensor]:
     description = sorted(map(str, content))[:10] if isinstance(content, Mapping) else type(content).__name__
     raise CheckpointError(
         f"{path} holds no state dict: found {description}. Expected a mapping from names to tensors, alone or under "
-        f"one of {list(_WRAPPERS)}."
+        f"one of {list(_WRAPPERS)}. A checkpoint_loader reads other keys: lambda path: torch.load(path)[key]."
     )
 
 
@@ -312,7 +312,7 @@ def read_content(path: Path, *, weights_only: bool = True) -> Any:
     except _UNREADABLE as error:
         said, more = summary(error), ""
         if isinstance(error, pickle.UnpicklingError):
-            said = said.partition(". ")[0]  # what follows is advice for torch.load
+            said = said.partition(". ")[0] + "".join(re.findall(r": GLOBAL [\w.]+", str(error))[:1])
             if path.suffix == ".ckpt":
                 loader = LIGHTNING.format("weights_only=False")
                 more = f" Of a file that you trust, {loader} reads objects of custom classes (hyperparameters), too."
