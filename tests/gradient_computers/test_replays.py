@@ -1137,6 +1137,44 @@ def test_a_tensor_of_the_model_that_changes_is_no_error_after_the_last_batch():
     run.computer.confirm()
 
 
+def by_numpy(tensor, number):
+    tensor.numpy()[:] = number
+
+
+def by_a_fused_optimizer(tensor, number):
+    tensor.grad = torch.full_like(tensor, float(number))
+    torch.optim.SGD([tensor], lr=0.1, fused=True).step()
+
+
+CHANGES_OF_TENSORS = {
+    "NumPy": by_numpy,
+    "data": lambda tensor, number: tensor.data.fill_(float(number)),
+    "a fused optimizer": by_a_fused_optimizer,
+    "an operation": lambda tensor, number: tensor.fill_(float(number)),
+    "other strides": lambda tensor, number: tensor[:, 0].fill_(float(number)) is tensor.t_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_TENSORS.values(), ids=CHANGES_OF_TENSORS)
+@pytest.mark.parametrize("holder", ["the model", "a closure"])
+def test_tensors_that_are_no_parameters_or_buffers_are_read_anew(change, holder):
+    """Their values change without a new version; what depends on them alone is computed again."""
+    tensor = torch.ones(3, 3)
+
+    def factor(s, x):
+        held = tensor if s.held is None else s.held[0]
+        return held.exp().sum(0) + held[1]
+
+    model = made(lambda: Net(factor=factor, held=[tensor] if holder == "the model" else None))
+    run = Run(model)
+    for number, batch in enumerate(batches()):
+        if number >= 7:
+            change(tensor, number / 10)
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert run.passes < NUM_BATCHES - 5 or change is CHANGES_OF_TENSORS["other strides"]
+    run.computer.confirm()
+
+
 class Raising:
     """Its attributes cannot be looked at."""
 

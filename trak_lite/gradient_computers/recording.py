@@ -105,7 +105,7 @@ class Recording:
         outputs: Sequence[int],
         own: Iterable[int],
         roots: Sequence[int],
-        steady: Iterable[Tensor],
+        steady: Iterable[tuple[Tensor, bool]],
     ) -> None:
         """Write the function that replays the steps; those whose results are ``fixed`` are left out.
 
@@ -116,7 +116,7 @@ class Recording:
             outputs: Numbers of the results.
             own: Numbers of those fixed tensors that only the recording holds.
             roots: For every number, that of the first tensor of the same memory.
-            steady: Tensors whose values replays take to be those of the recorded batch; a training may change them.
+            steady: Tensors that replays expect at the same place, and whether they read their values anew.
         """
         steps = [step for step in steps if not _is_done(step, fixed)]
         made = {*inputs, *fixed}
@@ -132,7 +132,9 @@ class Recording:
         """Whether a replay may wait for a device: for values that Python or a solver reads, or for copies."""
         self._steps, self._inputs, self._outputs = steps, [*inputs], outputs
         self._fixed, self._roots = fixed, roots
-        self._steady = [(tensor, version_of(tensor), tensor.data_ptr()) for tensor in steady]
+        self._steady = [
+            (tensor, None if varies else version_of(tensor), _place_of(tensor)) for tensor, varies in steady
+        ]
         self._replay, self.constants = _compiled(steps, self._inputs, fixed, outputs)
         """The function, and the tensors that every replay reads or overwrites, beside its inputs."""
         self._before: list[tuple[weakref.ref[Tensor], int | None]] = []
@@ -161,10 +163,10 @@ class Recording:
             return self._replay(*inputs) if self._halves is None else self._halves(inputs, unchanged)
 
     def is_outdated(self) -> bool:
-        """Whether a tensor that replays take to be unchanged was written to or has another place."""
+        """Whether a tensor that replays do not read anew was written to, or one from outside has another place."""
         return any(
-            version_of(tensor) != version or tensor.data_ptr() != address
-            for tensor, version, address in self._steady
+            _place_of(tensor) != place or version not in (None, version_of(tensor))
+            for tensor, version, place in self._steady
         )
 
     def _divide(self, unchanged: frozenset[int]) -> None:
@@ -257,6 +259,11 @@ def _compiled(
     exec(compile(text, "<recorded operations>", "exec"), namespace)
     replay: Callable[..., list[Tensor]] = namespace.pop("replay")  # no cycle holds the tensors
     return replay, [value for value in writer.values.values() if isinstance(value, Tensor)]
+
+
+def _place_of(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """Return where the values of a tensor are; views that a recording holds are made for this."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def version_of(tensor: Tensor) -> int | None:

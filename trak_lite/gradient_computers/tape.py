@@ -117,7 +117,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Random states of the devices before the block."""
         for tensor in (*inputs, *outside):
             if tensor not in self._numbers:
-                self._outside(tensor, varies=True)
+                self._outside(tensor)
+        self._num_named = len(self._roots)
+        """Number of the inputs and of the tensors that are known before the block."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -207,9 +209,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         step = Step(func, self._with_numbers(args), self._with_numbers(kwargs))
         step.is_between_devices = len({tensor.device for tensor in tensors}) > 1
         if func in _SAME:
+            (number,) = step.reads
             if step.name.startswith("lift"):
-                self._lifted.update(step.reads)
-            self._numbers[result] = step.reads[0]
+                self._lifted.add(number)
+                if number >= self._num_named and number in self._constants and self._roots[number] == number:
+                    self._varies[number] = False  # Python has made it from numbers
+            self._numbers[result] = number
             return result
         if func in _READS:
             step.value = result
@@ -257,14 +262,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._varies.append(varies)
         return number
 
-    def _outside(self, tensor: Tensor, varies: bool) -> int:
+    def _outside(self, tensor: Tensor) -> int:
         """Number a tensor that the computation did not make; tensors of the same memory have one root."""
-        number = self._new(tensor, varies)
+        number = self._new(tensor, varies=True)
         storage = tensor.untyped_storage()._cdata
         self._roots[number] = self._memory.setdefault(storage, number)
         if storage in self._made or self._roots[number] < min(number, self._num_inputs):
             self.refuse("a tensor of the batch is given another identity without an operation")
-        self._varies[self._roots[number]] |= varies or tensor.is_inference()  # has no version
+        self._varies[self._roots[number]] = True
         self._constants[number] = tensor
         self._anchored.add(number)
         return number
@@ -273,7 +278,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return arguments with variables in place of tensors; an unknown tensor is a constant."""
         if isinstance(value, Tensor):
             number = self._numbers.get(value)
-            return Variable(self._outside(value, varies=False) if number is None else number)
+            return Variable(self._outside(value) if number is None else number)
         if isinstance(value, list | tuple):
             return [self._with_numbers(entry) for entry in value]
         if isinstance(value, dict):
@@ -298,10 +303,14 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number in range(self._num_inputs):
             del fixed[number]
         intermediates = [n for n in fixed if n not in self._constants and self._roots[n] == n]
-        steady = [tensor for number, tensor in self._constants.items() if not self._varies[number]]
+        unnamed = [number for number in self._constants if number >= self._num_named]
         return Recording(
             *(self._steps, range(self._num_inputs), fixed, numbers, intermediates, self._roots),
-            steady=[tensor for tensor in steady if not is_scratch(tensor)],
+            steady=[
+                (tensor, self._varies[number])
+                for number in unnamed
+                if not is_scratch(tensor := self._constants[number])
+            ],
         )
 
     def _fixed(self, written: set[int], returned: set[int]) -> dict[int, Tensor]:
