@@ -1027,6 +1027,73 @@ def test_batches_in_which_code_finds_another_value_outside_the_model_run_the_pas
     put(1.0)
 
 
+class Criterion(nn.Module):
+    """A loss with weights and a state of its own, as a task reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.scale, self.more = nn.Linear(3, 3), 1.0, {"shift": 0.0}
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, logits):
+        outputs = (self.last(logits) * self.scale - self.centre + self.more["shift"]).square().sum(1)
+        return outputs * (3.0 if self.training else 1.0)
+
+
+class Reads:
+    def task(self, call, batch):
+        return CRITERION(call(batch[0]))
+
+
+CRITERION = Criterion()
+
+
+def as_a_default(call, batch, criterion=CRITERION):
+    return criterion(call(batch[0]))
+
+
+def through_a_function(call, batch):
+    return as_a_default(call, batch)
+
+
+def of_a_closure(criterion):
+    return lambda call, batch: criterion(call(batch[0]))
+
+
+TASKS_WITH_MODULES = {
+    "a global": lambda call, batch: CRITERION(call(batch[0])),
+    "a closure": of_a_closure(CRITERION),
+    "a default": as_a_default,
+    "a function": through_a_function,
+    "a partial function": functools.partial(as_a_default, criterion=CRITERION),
+    "a method": Reads().task,
+}
+CHANGES_OF_MODULES = {
+    "mode": lambda module: module.train(not module.training),
+    "attribute": lambda module: setattr(module, "scale", module.scale + 1.0),
+    "entry": lambda module: module.more.update(shift=module.more["shift"] + 1.0),
+    "buffer": lambda module: setattr(module, "centre", module.centre + 1.0),
+    "submodule": lambda module: setattr(module, "last", nn.Linear(3, 3)),
+    "hook": lambda module: module.last.register_forward_hook(lambda *given: given[2] * 2.0),
+}
+
+
+@pytest.mark.parametrize("task", TASKS_WITH_MODULES.values(), ids=TASKS_WITH_MODULES)
+def test_a_change_of_a_module_that_a_task_reads_by_name_counts_at_once(task):
+    """As often as the module changes, and also where it changes back."""
+    task, model = resolve_task(task), made(Net)
+    CRITERION.__init__()
+    for change in CHANGES_OF_MODULES.values():
+        run = Run(model, task)
+        for batch in batches(8):
+            run(batch)
+        assert run.passes < 8
+        for batch in batches(2):
+            change(CRITERION)
+            torch.testing.assert_close(run(batch)[0], reference(model, batch, task))
+        run.computer.confirm()
+
+
 def test_an_object_outside_the_model_that_is_replaced_runs_the_pass(monkeypatch):
     monkeypatch.setitem(globals(), "REPLACED", types.SimpleNamespace(factor=1.0))
     model, run = replaying(lambda: Net(factor=lambda s, x: REPLACED.factor))

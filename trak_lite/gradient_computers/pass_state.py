@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dis
 import functools
 import io
 import itertools
 import logging
-import operator
 import random
-import sys
 import types
 import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final, final
 
 import numpy as np
@@ -25,6 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.fingerprint import functions_of
+from trak_lite.gradient_computers.outside import (
+    ABSENT,
+    NUMBERS,
+    Outside,
+    globals_in,
+    is_of_users,
+    names_in,
+    package_of,
+)
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
 
@@ -34,7 +40,7 @@ _DEPTH: Final = 8
 _LEVELS: Final = 7
 """Levels of dicts and lists in an attribute of a module whose contents are compared before every replay, from 0 on.
 
-An object is two levels: what it refers to may be all of a training.
+An object or a function is two levels: what it refers to may be all of a training.
 """
 _MOST_HELD: Final = 1 << 9
 """Entries of a dict or a list that are compared before every replay, by identity; of larger ones, their number."""
@@ -42,10 +48,10 @@ _MOST_ENTRIES: Final = 1 << 13
 """Of all containers and objects in the attributes of a model that is replayed."""
 _MOST_ARRAY_BYTES: Final = 1 << 18
 """Of all arrays in the attributes of a model that is replayed: a checksum is computed before every replay."""
-_NUMBERS = bool, int, float, complex
-_ATOMS = (*_NUMBERS, str, bytes, type(None), type, types.ModuleType)
+_ATOMS = (*NUMBERS, str, bytes, type(None), type, types.ModuleType)
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _METHODS = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType  # also built-in functions
+_READ: Final = nn.Module, types.FunctionType, types.MethodType, functools.partial
 _GENERATORS: Final = random.Random, np.random.Generator, np.random.RandomState
 _UNSEEN_READS: Final = frozenset({"DisableTorchFunction", "_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see, and what turns the mode off."""
@@ -57,15 +63,9 @@ _IS_OWN: Final = weakref.WeakKeyDictionary[type, bool]()
 """Whether a class of modules or of a task, or a base of it, is of a user."""
 _NOT_OWN: Final = frozenset({"abc", "builtins", "torch", "trak_lite"})
 _CONTAINERS: Final = frozenset({dict, types.MappingProxyType, list, tuple, set, frozenset, deque, np.ndarray})
-_NOT_ENTERED: Final = (Tensor, types.FunctionType, type, logging.Filterer, io.IOBase)
+_NOT_ENTERED: Final = (Tensor, type, logging.Filterer, io.IOBase)
 _MEMBER_TYPES: Final = _ATOM_TYPES | {types.FunctionType, property, classmethod, staticmethod}
 """Types of attributes of classes that hold nothing else."""
-_ABSENT: Final = ...
-_COMPARED: Final = frozenset({*_NUMBERS, str, bytes, type(None), type(_ABSENT), torch.dtype, torch.device})
-"""Types of values outside the model that are compared before every replay."""
-_LOADING: Final = frozenset({"accelerate", "huggingface_hub", "safetensors"})
-"""Packages that models name to load weights, and run in no pass."""
-_NOT_OF_USERS: Final = (sys.stdlib_module_names | {"torch", "numpy"}) - {"argparse"}
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 
 
@@ -139,7 +139,7 @@ class _Contents:
         for base in cls.__mro__:
             is_own = _IS_OWN.get(base)
             if is_own is None:
-                is_own = _IS_OWN[base] = _package_of(base.__module__) not in _NOT_OWN
+                is_own = _IS_OWN[base] = package_of(base.__module__) not in _NOT_OWN
             if is_own:
                 held = vars(base)
                 self._alive.extend(held.values())
@@ -169,9 +169,12 @@ class _Contents:
             return
         elif isinstance(value, functools.partial):
             contents = [value.func, value.args, value.keywords]
+        elif isinstance(value, types.FunctionType):
+            contents = _read_by(value)
+            levels -= 1
         elif isinstance(value, _METHODS):
-            contents = [value.__self__]
-        elif _package_of(kind := type(value).__module__) == "torch" and "distributions" not in kind:
+            contents = [value.__self__, getattr(value, "__func__", None)]
+        elif package_of(kind := type(value).__module__) == "torch" and "distributions" not in kind:
             return
         else:
             contents = []
@@ -204,6 +207,17 @@ class _Contents:
             self.places += (size, zlib.crc32(buffer), hash(layout))
 
 
+def _read_by(function: types.FunctionType) -> list[Any]:
+    """Return the modules and the functions that a function of a user reads by name, from a closure or as defaults."""
+    if not is_of_users(function) or package_of(function.__module__) in _NOT_OWN:
+        return []
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    scope = function.__globals__
+    held += [scope[name] for name in globals_in(function.__code__) if name in scope]
+    return [one for one in held if issubclass(type(one), _READ)]
+
+
 def _slots_of(value: Any) -> list[Any]:
     """Return what an object holds in ``__slots__``, without running code of its class."""
     contents = []
@@ -211,7 +225,7 @@ def _slots_of(value: Any) -> list[Any]:
         try:
             contents.append(member.__get__(value))
         except AttributeError:  # not set
-            contents.append(_ABSENT)
+            contents.append(ABSENT)
     return contents
 
 
@@ -219,86 +233,6 @@ def _slots_of(value: Any) -> list[Any]:
 def _members_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
     members = (one for base in cls.__mro__ if "__slots__" in vars(base) for one in vars(base).values())
     return tuple(member for member in members if isinstance(member, types.MemberDescriptorType))
-
-
-def _package_of(module: object) -> str:
-    return str(module).partition(".")[0]
-
-
-@final
-class Outside:
-    """The numbers and strings outside the model that code of the model and the task reads by name."""
-
-    def __init__(self) -> None:
-        self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
-        self._owners: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
-        """Globals and attributes whose attributes are read, with their names."""
-        self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
-        """Where an object or a class may get an attribute in place of the one of its class or base class."""
-        self._cells: list[types.CellType] = []
-        self._variables: list[contextvars.ContextVar[Any]] = []
-        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
-        self._last: tuple[Any, ...] = ()
-
-    def note(self, function: types.FunctionType, read: Sequence[object]) -> None:
-        """Note where a function reads values: ``NAME``, ``Class.name``, ``module.name``, ``settings.part.name``."""
-        if _package_of(function.__module__) in _LOADING:
-            return
-        used = _names_in(function.__code__)
-        cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
-        held = [*(cell.cell_contents for cell in cells), *read, *(function.__defaults__ or ())]
-        held += (function.__kwdefaults__ or {}).values()
-        held += [sys.modules[name] for name in used if name in sys.modules]  # imported inside the function
-        self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
-        variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
-        self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
-        scopes = [(function.__globals__, function.__globals__, _globals_in(function.__code__))]
-        self._note_names(*scopes[0])
-        for one in held:
-            if hasattr(one, "__dict__") and _is_of_users(one):
-                self._note_owner(one, used)
-                scopes += [(base, vars(base), vars(base).keys() & used) for base in _holders(one)]
-        for holder, namespace, names in scopes:
-            for name in names:
-                owner = namespace.get(name)
-                if holder is not namespace and hasattr(owner, "__dict__") and _is_of_users(owner):
-                    self._note_owner(owner, used)
-                if owner is not None and any(id(base) in self._namespaces for base in _holders(owner)):
-                    self._owners[id(holder), name] = namespace, name, owner
-
-    def _note_owner(self, owner: Any, used: Sequence[str]) -> None:
-        behind = set[str]()
-        for base in reversed(_holders(owner)):
-            for name in behind.difference(vars(base)):
-                self._absent[id(base), name] = vars(base), name
-            behind |= self._note_names(base, vars(base), used)
-
-    def _note_names(self, holder: Any, namespace: Mapping[str, Any], used: Iterable[str]) -> set[str]:
-        names = {name for name in used if type(namespace.get(name, self)) in _COMPARED}
-        if names:
-            self._namespaces.setdefault(id(holder), (namespace, set()))[1].update(names)
-        return names
-
-    def values(self) -> tuple[Any, ...] | None:
-        """Return the values as they are now, and their texts; ``None`` if one is of another kind or elsewhere."""
-        if any(namespace.get(name) is not owner for namespace, name, owner in self._owners.values()):
-            return None
-        if not self._getters:
-            self._getters = [
-                (operator.itemgetter(*names, next(iter(names))), namespace)
-                for namespace, names in self._namespaces.values()
-            ]
-        try:
-            values = [value for getter, namespace in self._getters for value in getter(namespace)]
-            values += [cell.cell_contents for cell in self._cells]
-        except (LookupError, ValueError):  # a name or a cell has no value any more
-            return None
-        values += [namespace.get(name, _ABSENT) for namespace, name in self._absent.values()]
-        values += [variable.get(None) for variable in self._variables]
-        if len(self._last) != 2 * len(values) or not all(map(operator.is_, values, self._last)):
-            texts = map(repr, values)  # 1, 1.0 and True are equal, and 0.0 and -0.0
-            self._last = (*values, *texts) if _COMPARED.issuperset(map(type, values)) else ()
-        return self._last if self._last or not values else None
 
 
 def python_state(model: nn.Module, task: AbstractModelOutput, outside: Outside | None = None) -> Any:
@@ -349,7 +283,7 @@ def _code_of(modules: Iterable[nn.Module], task: Any) -> Iterator[Any]:
     yield task
     classes = {base for one in (task, *modules) for base in type(one).__mro__}
     for cls in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
-        if _package_of(cls.__module__) not in _NOT_OWN:
+        if package_of(cls.__module__) not in _NOT_OWN:
             for name, value in vars(cls).items():
                 yield from functions_of(value)
                 is_value = isinstance(value, (*_ATOMS, *_METHODS, list, dict, set, Tensor))
@@ -382,17 +316,17 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
             outside.note(function, [value.__self__])
         return described(function), described(value.__self__)
     if isinstance(value, types.FunctionType):
-        if _package_of(value.__module__) == "torch":
+        if package_of(value.__module__) == "torch":
             return id(value)
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        names = _names_in(value.__code__)
+        names = names_in(value.__code__)
         if not _UNSEEN_READS.isdisjoint(names):
             raise _UnseenError
         read = [value.__globals__[name] for name in names if name in value.__globals__]
         if outside is not None:
             outside.note(value, read)
         # ``Class.count`` and ``module.count``
-        owners = [one for one in read if isinstance(one, type | types.ModuleType) and _is_of_users(one)]
+        owners = [one for one in read if isinstance(one, type | types.ModuleType) and is_of_users(one)]
         read += [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
         defaults = value.__defaults__, value.__kwdefaults__
         return [described(one) for one in (*cells, *read, *vars(value).values(), *defaults)]
@@ -418,31 +352,3 @@ def _described(value: Any, *, seen: dict[int, Any], depth: int, outside: Outside
         if outside is not None:
             outside.note(call, [value])
     return [described(one) for one in held] or repr(value)
-
-
-def _holders(owner: Any) -> Sequence[Any]:
-    """Return what an attribute of an owner may stand in: itself and its classes."""
-    if isinstance(owner, types.ModuleType):
-        return [owner]
-    bases = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
-    return [base for base in bases if hasattr(base, "__dict__") and base is not object]
-
-
-@functools.cache
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that code reads, also in functions, lambdas and comprehensions inside it."""
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *itertools.chain.from_iterable(map(_names_in, inner)))))
-
-
-@functools.cache
-def _globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of globals alone: those of attributes may be names of a script's variables."""
-    inner = (_globals_in(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    names = (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
-    return frozenset(names).union(*inner)
-
-
-def _is_of_users(owner: Any) -> bool:
-    name = owner.__name__ if isinstance(owner, types.ModuleType) else getattr(owner, "__module__", None)
-    return _package_of(name) not in _NOT_OF_USERS

@@ -32,7 +32,8 @@ from trak_lite.gradient_computers.batch_kinds import (
 )
 from trak_lite.gradient_computers.comparison import rounding_of
 from trak_lite.gradient_computers.cuda_graphs import captured
-from trak_lite.gradient_computers.pass_state import Outside, identities, python_state
+from trak_lite.gradient_computers.outside import Outside
+from trak_lite.gradient_computers.pass_state import identities, python_state
 from trak_lite.gradient_computers.randomness import ChangedParametersError
 from trak_lite.gradient_computers.recording import OtherPathError, Recording, UnrecordableError
 from trak_lite.gradient_computers.self_check import SelfCheckError, is_scheduled
