@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.devices import without_autocast
-from trak_lite.core.json_text import canonical_json
 from trak_lite.core.normalization import Normalization
 from trak_lite.core.progress import Stages
 from trak_lite.core.ranks import Ranks, joined_ranks
@@ -27,7 +25,6 @@ from trak_lite.data.loading import Collate
 from trak_lite.errors import (
     CheckpointError,
     ManifestMismatchError,
-    RankError,
     StateError,
     refuse_machine_failure,
 )
@@ -35,6 +32,7 @@ from trak_lite.featurizing.passes import RowPass, compute_features
 from trak_lite.featurizing.row_checks import LostModules, SampleRows, naming_rows
 from trak_lite.featurizing.rows import RowWork
 from trak_lite.featurizing.settings import AttributorSettings, Task
+from trak_lite.featurizing.stored_settings import refuse_other_settings
 from trak_lite.gradient_computers import GRADIENT_COMPUTERS, AbstractGradientComputer
 from trak_lite.gradient_computers.randomness import refusing_changes
 from trak_lite.gradient_computers.streaming import AbstractStreamingComputer
@@ -61,7 +59,7 @@ from trak_lite.run.tables import (
 )
 from trak_lite.run.workspace import FirstRows, Workspace
 from trak_lite.store import AbstractFeatureStore, AbstractRowTable
-from trak_lite.store.manifest import Manifest, compare_fingerprints
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.store.sharing import LazyTable
 from trak_lite.types import Batch
 
@@ -168,19 +166,6 @@ class Run:
         place = self.workspace.place
         return joined_ranks(f"{call} ({place})", distributed=False if place is None else self.distributed)
 
-    def _refuse_other_settings(self, manifest: Manifest, ranks: Ranks) -> None:
-        """Raise :class:`RankError` on all ranks if one has other settings or data than rank 0; names what differs."""
-        of_rank_0 = ranks.broadcast("the settings", lambda: canonical_json(dict(manifest.fingerprint)))
-        try:
-            compare_fingerprints(
-                json.loads(of_rank_0),
-                manifest.fingerprint,
-                where="The call of rank 0",
-                remedy="Pass the same model, settings and data to all ranks, which divide the rows by themselves.",
-            )
-        except ManifestMismatchError as error:
-            raise RankError(f"Rank {ranks.rank} differs from rank 0. {error}") from None
-
     @contextmanager
     def session(
         self,
@@ -197,7 +182,7 @@ class Run:
         """
         manifest, ranks = self.settings.manifest(dataset), ranks or Ranks()
         if ranks.size > 1:
-            self._refuse_other_settings(manifest, ranks)
+            refuse_other_settings(manifest, ranks)
         try:
             with (
                 turn_of_thread(self.model),  # of which two would close each other's store

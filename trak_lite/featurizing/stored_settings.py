@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -10,13 +11,16 @@ from typing import Any, Final, Self, final
 import torch
 from torch import nn
 
+from trak_lite.core.json_text import canonical_json
 from trak_lite.core.normalization import Normalization
-from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError
+from trak_lite.core.ranks import Ranks
+from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, RankError
 from trak_lite.featurizing.settings import AttributorSettings, Task
 from trak_lite.methods import AbstractMethod, Method, as_method
 from trak_lite.modelout_functions import MODEL_OUTPUTS, AbstractModelOutput
 from trak_lite.run.tables import row_kind
 from trak_lite.store import Manifest
+from trak_lite.store.manifest import compare_fingerprints
 from trak_lite.types import FeatureLayout
 
 _NOT_STORED: Final = ("model", "device", "grad_wrt")
@@ -114,3 +118,17 @@ def refuse_other_model(model: nn.Module, parameters: Iterable[str], *, where: st
             f"The rows are of another model: {where} has gradients of {len(missing)} parameters that this "
             f"{type(model).__name__} lacks, such as {missing[0]!r}{has}. Pass a model of the store's architecture."
         )
+
+
+def refuse_other_settings(manifest: Manifest, ranks: Ranks) -> None:
+    """Raise :class:`RankError` on all ranks if one has other settings or data than rank 0; names what differs."""
+    of_rank_0 = ranks.broadcast("the settings", lambda: canonical_json(dict(manifest.fingerprint)))
+    try:
+        compare_fingerprints(
+            json.loads(of_rank_0),
+            manifest.fingerprint,
+            where="The call of rank 0",
+            remedy="Pass the same model, settings and data to all ranks, which divide the rows by themselves.",
+        )
+    except ManifestMismatchError as error:
+        raise RankError(f"Rank {ranks.rank} differs from rank 0. {error}") from None

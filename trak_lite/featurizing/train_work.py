@@ -111,9 +111,7 @@ class TrainWork:
                 work = session.work(table, session.row_pass(rows, model_id), f"Featurizing {checkpoint.name}")
                 written = work.fill(wait=wait)
             except ManifestMismatchError:
-                if (
-                    not workspace.exists
-                ):  # another process has just made the store, with other settings or data
+                if not workspace.exists:  # a process has just made it, with other settings or data
                     raise
                 # Another process may just have used this model_id for another checkpoint. Then use a new one, because
                 # the projection depends on it.
