@@ -47,8 +47,8 @@ from benchmarks.lds.truth import Truth, full_runs, lds, load
 from benchmarks.measuring import cpu_seconds, memory_growth, parser_of, run_worker, save_parts, surroundings
 from trak_lite import Attributor, Rows, calibrate, calibrated_scores, verify_run
 from trak_lite.evaluation import seed_noise_ceiling, subset_masks
+from trak_lite.modelout_functions._base import outputs_of_model
 from trak_lite.retraining import retrain_many
-from trak_lite.run.repeats import outputs_of_model
 from trak_lite.unrolled import SGD, AbstractOptimizer, Adam, AdamW, Recipe, unrolled
 
 NUM_TARGETS, BUDGET, NUM_RUNS = 100, 40, 4

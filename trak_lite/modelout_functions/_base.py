@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from trak_lite.core.devices import Float32Products, model_pass
-from trak_lite.core.eval_caches import drop_eval_caches, hooks_noted, own_forwards
+from trak_lite.core.eval_caches import drop_eval_caches, hooks_noted, own_forwards, passes_undone
 from trak_lite.data.batches import batch_size, map_tensors, take_rows, with_own_containers
+from trak_lite.data.datasets import Rows
 from trak_lite.errors import InvalidInputError, UnknownTaskError
 from trak_lite.modelout_functions._inputs import precise, shape_texts
 from trak_lite.modelout_functions._margins import UniformNoise, linear_terms
@@ -406,6 +408,17 @@ def resolve_task(task: Task) -> AbstractModelOutput:
         return CallableModelOutput(task)
     what = "the class" if isinstance(task, type) else "a"
     raise UnknownTaskError(f"The task is {what} {name}. Expected {_ACCEPTED}.{_hint(cls)}")
+
+
+def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
+    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
+    task.prepare(model)
+    outputs = []
+    with torch.no_grad():
+        for _, batch in rows.moved(np.arange(len(rows)), device):
+            with passes_undone(model):
+                outputs.append(task.evaluate(ModelCall(model), batch).output.cpu().double())
+    return torch.cat(outputs)
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

@@ -22,7 +22,6 @@ from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.core.validate import some_of
 from trak_lite.errors import CheckpointError, InvalidInputError
 from trak_lite.models.checkpoints import HUGGING_FACE_FILES, Checkpoint, bare_name, read_content
-from trak_lite.types import ParameterShapes
 
 _KEYS: Final = ("optimizer", "optimizer_state_dict", "optimizer_states")
 """Keys of the optimizer state beside the weights; the last is Lightning's, a list with one state per optimizer."""
@@ -148,7 +147,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
 
 
 def adam_states(
-    model: nn.Module, parameters: ParameterShapes, checkpoint: Checkpoint, device: torch.device
+    model: nn.Module, parameters: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, device: torch.device
 ) -> AdamStates:
     """Return the states of Adam that were saved with a checkpoint, for these parameters of its model, on a device.
 
@@ -179,7 +178,7 @@ def _states_in(
     state: Mapping[str, Any],
     where: str,
     model: nn.Module,
-    parameters: ParameterShapes,
+    parameters: Mapping[str, tuple[int, ...]],
     device: torch.device,
 ) -> AdamStates:
     slots = _slots_by_name(model, state, where)

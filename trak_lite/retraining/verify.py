@@ -25,7 +25,7 @@ from trak_lite.evaluation.datamodeling import compared_scores
 from trak_lite.evaluation.verdict import Baseline, Calibration, Estimate, OneRunVerdict
 from trak_lite.linalg.products import unit_rows
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
-from trak_lite.modelout_functions._base import Task
+from trak_lite.modelout_functions._base import Task, outputs_of_model
 from trak_lite.modelout_functions._describe import describe_task
 from trak_lite.models.borrowing import borrow_model
 from trak_lite.models.checkpoints import Checkpoint, module_versions, with_versions
@@ -41,7 +41,6 @@ from trak_lite.retraining.calibrated import (
 )
 from trak_lite.retraining.plans import TrainFunction, retraining_plan
 from trak_lite.retraining.subsets import Retrained, retrain_into, retrain_run
-from trak_lite.run.repeats import outputs_of_model
 from trak_lite.run.tables import retrain_path, row_kind, score_path, without_fit
 from trak_lite.scoring.matrix import HeldMatrix
 from trak_lite.scoring.records import ScoreEntries

@@ -14,11 +14,8 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from trak_lite.core.eval_caches import passes_undone
-from trak_lite.data.datasets import RowNumbers, Rows
-from trak_lite.modelout_functions import AbstractModelOutput, ModelCall
+from trak_lite.data.datasets import RowNumbers
 from trak_lite.store import AbstractRowTable
 
 _T = TypeVar("_T")
@@ -85,17 +82,6 @@ def conditions(**others: Any) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if in_use else None,
         **others,
     }
-
-
-def outputs_of_model(model: nn.Module, task: AbstractModelOutput, rows: Rows, device: torch.device) -> Tensor:
-    """Return f of every target, ``(M,)`` float64, for a model in eval mode."""
-    task.prepare(model)
-    outputs = []
-    with torch.no_grad():
-        for _, batch in rows.moved(np.arange(len(rows)), device):
-            with passes_undone(model):
-                outputs.append(task.evaluate(ModelCall(model), batch).output.cpu().double())
-    return torch.cat(outputs)
 
 
 def done_rows(

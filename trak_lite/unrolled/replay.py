@@ -29,9 +29,9 @@ from trak_lite.errors import (
 )
 from trak_lite.methods import Unrolled
 from trak_lite.modelout_functions import AbstractModelOutput, resolve_task
-from trak_lite.modelout_functions._base import Task
+from trak_lite.modelout_functions._base import Task, outputs_of_model
 from trak_lite.modelout_functions._describe import describe_task
-from trak_lite.run.repeats import Comparison, conditions, outputs_of_model
+from trak_lite.run.repeats import Comparison, conditions
 from trak_lite.run.tables import SCORES, first_score_path, replay_path, score_table_spec
 from trak_lite.run.workspace import Workspace
 from trak_lite.scoring.matrix import HeldMatrix, StoredMatrix
