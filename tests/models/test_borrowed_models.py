@@ -857,11 +857,12 @@ def test_a_generator_may_train_the_model_itself():
         made.stream_scores(TRAIN, TRAIN, checkpoints=trained(), method=GradDot(q="off"))
 
 
+@pytest.mark.parametrize("first", [lambda: nn.Linear(4, 3), Merging])
 @pytest.mark.parametrize("by_loader", [True, False])
-def test_a_model_that_is_trained_for_the_next_checkpoint_is_in_eval_mode_again(by_loader):
+def test_a_model_that_is_trained_for_the_next_checkpoint_is_in_eval_mode_again(by_loader, first):
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
+        return nn.Sequential(first(), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3))
 
     model, seen = make(), []
 
@@ -870,7 +871,10 @@ def test_a_model_that_is_trained_for_the_next_checkpoint_is_in_eval_mode_again(b
         with torch.enable_grad():
             model(TRAIN.tensors[0]).square().sum().backward()
         torch.optim.SGD(model.parameters(), 0.01 * number).step()
+        for p in model.parameters():
+            p.data.mul_(64).round_().div_(64)  # merging rounds nothing
         seen.append(copied(model))
+        model.train(number == 1)
         return model.state_dict()
 
     made = attributed(model)

@@ -118,6 +118,7 @@ class BorrowedModel:
         """Load a checkpoint; what passes over another one have set in modules, and not in the state dict, is undone."""
         reshard(self.model)
         self.put_modules_back()
+        self._put_in_eval_mode()  # before attributes, which may say in which mode the weights are
         self.put_back()
         state = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
@@ -131,8 +132,12 @@ class BorrowedModel:
         finally:
             # By identity: == of parameters compares their entries, and a module may define its own.
             self.replaced.extend((live, was) for live, was in before if _ids(live) != _ids(was))
+        self._put_in_eval_mode()
+
+    def _put_in_eval_mode(self) -> None:
+        """Call ``eval`` if a generator or a loader has trained the model."""
         if any(getattr(module, "training", False) for module in self.model.modules()):
-            self.model.eval()  # a generator or a loader has trained it
+            self.model.eval()
 
     def put_modules_back(self) -> None:
         """Put back submodules and parameters that the loading of a checkpoint replaced (the quantisers of brevitas)."""

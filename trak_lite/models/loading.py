@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_lite.core.devices import undisturbed
-from trak_lite.core.eval_caches import in_modes, own_modes
+from trak_lite.core.eval_caches import in_modes, own_modes, set_modes
 from trak_lite.core.validate import some_of
 from trak_lite.errors import MODEL_FAILURES, CheckpointError, refuse_machine_failure
 from trak_lite.models._adapters import (
@@ -187,18 +187,16 @@ def _given_state(
     values into the model since it was asked last; then these are meant.
     """
     own = original if checkpoint.is_held else None
-    if own is not None:
-        held = model.state_dict(keep_vars=True)
-        values, _ = _under_own_names(_state_of(checkpoint), held)
-        if values.keys() == held.keys() and all(is_same(values[name], held[name]) for name in held):
-            return own, True
+    if own is not None and _is_of_model(model, _state_of(checkpoint)):
+        return own, True
     if checkpoint.has_loader and original is not None:
         with in_modes(model, modes):
             put_values(model, original)
     with in_modes(model, {}):  # in which a state dict is loaded
         state = _state_of(checkpoint)
-        if not shares_memory(model, state):
+        if not shares_memory(model, state) or (not modes and _is_of_model(model, state)):
             return state, False
+        set_modes(model, {})  # the loader may have left other ones
         if own is not None:
             if not all(modes.values()):
                 raise CheckpointError(
@@ -214,6 +212,13 @@ def _given_state(
             for name, value in state.items()
         }
         return with_versions(copies, module_versions(state)), False
+
+
+def _is_of_model(model: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether a state dict is that of the model, tensor by tensor."""
+    held = model.state_dict(keep_vars=True)
+    values, _ = _under_own_names(state, held)
+    return values.keys() == held.keys() and all(is_same(values[name], held[name]) for name in held)
 
 
 def _load_state(
