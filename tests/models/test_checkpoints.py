@@ -512,6 +512,41 @@ def test_checkpoints_are_told_apart_by_what_a_wrapper_of_tensors_holds():
     assert model.table.b.tolist() == [2.0, 2.0, 2.0]
 
 
+class Neighbours(nn.Module):
+    """A layer whose outputs are mixed by a sparse buffer, as of a graph."""
+
+    def __init__(self, convert):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("edges", convert(torch.eye(3) + torch.eye(3).roll(1, 0)))
+
+    def forward(self, x):
+        return (self.edges @ self.layer(x).T).T
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_checkpoints_are_told_apart_by_sparse_buffers(convert):
+    data = TensorDataset(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+
+    def scores(convert):
+        model = Neighbours(convert)
+        edges = model.edges.to_dense()
+        states = [dict(model.state_dict()) | {"edges": convert(edges * factor)} for factor in (1, 3, -2)]
+        made = Attributor(
+            model,
+            lambda call, batch: call(batch[0]).square().sum(1),
+            None,
+            method="GradDot",
+            projector="none",
+        )
+        assert len(made.featurize(data, checkpoints=states).checkpoints) == 3
+        return made.score(data).numpy()
+
+    np.testing.assert_allclose(scores(convert), scores(torch.Tensor.to_dense), rtol=1e-5)
+
+
 def test_frozen_wrappers_of_tensors_are_left_out_and_refused_by_name(tmp_path):
     """Those of torchao have no ``new_zeros``, and torch computes no gradient of them."""
     made = TRAKer(WithFrozenTable(), "image_classification", 6, save_dir=tmp_path, proj_dim=4, device="cpu")

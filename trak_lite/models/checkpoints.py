@@ -60,6 +60,7 @@ EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 LIGHTNING = "checkpoint_loader=partial(ckpt_weights, {}) of trak_lite.integrations.lightning"
 """What messages advise for files of Lightning, with its argument left open."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -418,6 +419,10 @@ def _add_tensor(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
         for part in value.__tensor_flatten__()[0]:
             _add_tensor(digest, part, getattr(value, part))
         return
+    if value.layout in _SPARSE:
+        entries = value.to_sparse(layout=torch.sparse_coo).coalesce()
+        value = entries.values()
+        digest.update(tensor_bytes(entries.indices()))
     digest.update(tensor_bytes(value.dequantize() if value.is_quantized else value))
 
 
