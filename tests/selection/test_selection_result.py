@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 import numpy as np
 import pytest
 
-from trak_lite.errors import InvalidInputError
+from trak_lite.errors import InvalidInputError, StoreError
 from trak_lite.selection import Selection, select
 
 pytestmark = pytest.mark.quick
@@ -132,8 +132,10 @@ def test_a_disk_that_is_full_leaves_the_file_of_before(tmp_path, monkeypatch):
     path = chosen(k=2).save(tmp_path / "chosen.json")
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", lambda fd: os.close(-1))  # an OSError
-        with pytest.raises(OSError, match="descriptor"):
+        with pytest.raises(StoreError, match=r"chosen\.json \(Bad file descriptor\)\. Free some space"):
             chosen(k=3).save(path)
+    with pytest.raises(StoreError, match=r"missing.* \(No such file or directory\)\. .* another path"):
+        chosen(k=3).save(tmp_path / "missing" / "chosen.json")
     assert len(Selection.load(path)) == 2
     assert os.listdir(tmp_path) == ["chosen.json"]
 

@@ -17,7 +17,7 @@ from trak_lite.core.notebook import notebook_table
 from trak_lite.core.sealed import BLANK, SEAL, seal, sealed_content
 from trak_lite.core.validate import require_packages
 from trak_lite.data.columns import label_text, short_texts
-from trak_lite.errors import CorruptStoreError, InvalidInputError, printable
+from trak_lite.errors import CorruptStoreError, InvalidInputError, StoreError, printable
 from trak_lite.scoring.frames import DataFrame, frame
 
 _SHOWN: Final = 5
@@ -160,6 +160,7 @@ class Selection:
 
         Raises:
             InvalidInputError: If more than 250,000 rows were chosen, or labels are very long: use :meth:`to_parquet`.
+            StoreError: If the file cannot be written. One from before is as it was.
         """
         if len(self) > _JSON_ROWS:
             raise InvalidInputError(
@@ -179,13 +180,19 @@ class Selection:
             ) from error
         real = Path(path).resolve()
         unfinished = real.with_name(f".{real.name}.new")  # a full disk must not cost an earlier file
-        unfinished.unlink(missing_ok=True)  # of a killed process; a link is not followed
         try:
-            unfinished.write_text(text, encoding="utf-8")
-            seal(str(unfinished), _SEALED_AS)
-            unfinished.replace(real)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)  # of a killed process; a link is not followed
+            try:
+                unfinished.write_text(text, encoding="utf-8")
+                seal(str(unfinished), _SEALED_AS)
+                unfinished.replace(real)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"The selection cannot be written to {path} ({error.strerror or error}). Free some space, or pass "
+                "another path."
+            ) from error
         return Path(path)
 
     @classmethod
