@@ -140,6 +140,44 @@ def test_only_a_pair_of_equal_answers_has_no_gradient_and_it_is_exactly_0(name, 
     assert (attributor.gradient_norms()[0] == 0).tolist() == expected
 
 
+@pytest.mark.parametrize("computer", ["auto", "iterative"])
+@pytest.mark.parametrize("marks", [("labels",), ("labels", "attention_mask"), ("attention_mask",)])
+def test_equal_answers_of_other_lengths_or_with_other_columns_have_a_gradient_of_exactly_0(marks, computer):
+    """The rejected answers have two more tokens, which are padding but in rows 2 and 3."""
+
+    class Masked(Tied):
+        def forward(self, input_ids, attention_mask=None, note=None):
+            kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            table, scale = self.tokens.weight, [1.0 + (one == "b") for one in note or "a" * len(input_ids)]
+            logits = torch.tanh((table[input_ids] * kept[..., None]).cumsum(1)) @ table.T
+            logits = logits * torch.tensor(scale)[:, None, None]
+            if not self.scores:
+                return {"logits": logits}
+            return {"logits": (logits.logsumexp(-1) * kept).sum(1) / kept.sum(1)}
+
+    chosen = cases.randint(cases.V, (B, T), 40)
+    rejected = torch.cat([chosen, cases.randint(cases.V, (B, 2), 41)], 1)
+    columns = {"chosen_input_ids": chosen, "rejected_input_ids": rejected}
+    for mark in marks:
+        padding = IGNORED if mark == "labels" else 0
+        columns[f"chosen_{mark}"] = chosen.clone() if mark == "labels" else torch.ones_like(chosen)
+        columns[f"rejected_{mark}"] = rejected.clone() if mark == "labels" else torch.ones_like(rejected)
+        columns[f"rejected_{mark}"][:2, T:] = padding
+        columns[f"rejected_{mark}"][2, T + 1] = padding
+    rows = [{key: column[row] for key, column in columns.items()} for row in range(B)]
+    for row, answers in zip(rows, ["aa", "ab", "aa", "aa"], strict=True):
+        row["chosen_note"], row["rejected_note"] = answers
+    name = "answer_difference" if "labels" in marks else "reward_modeling"
+    settings = {"gradient_computer": computer, "batch_size": 4, "store_norms": True, "progress": False}
+    model = cases.prepared(Masked(scores="labels" not in marks))
+    attributor = Attributor(model, name, None, proj_dim=8, **settings)
+    attributor.featurize(rows)
+    assert (attributor.gradient_norms()[0] == 0).tolist() == [True, False, False, False]
+    absent = columns | {"chosen_note": None, "rejected_note": None}
+    grads = attributor.task.evaluate(tasks.ModelCall(model), absent).output[:2].sum()
+    assert not any(grad.any() for grad in torch.autograd.grad(grads, list(model.parameters())))
+
+
 def test_settings_of_one_side_that_all_rows_share_may_be_tensors_without_axes():
     """They are keyword arguments of the model, as a temperature."""
 

@@ -43,13 +43,12 @@ from trak_lite.modelout_functions._margins import (
     sampled_classes,
     with_labels,
 )
+from trak_lite.modelout_functions._pairs import SIDES, are_equal
 from trak_lite.modelout_functions.language_modeling import IGNORED, aligned_tokens, label_terms
 from trak_lite.types import Batch, OutputTerms
 
-_CHOSEN, _REJECTED = "chosen_", "rejected_"
 _PREFERRED, _MARGIN = "preferred", "margin"
 _REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-_SIDES = (_CHOSEN, _REJECTED)
 
 
 class _PreferenceModelOutput(AbstractModelOutput):
@@ -86,7 +85,7 @@ class _PreferenceModelOutput(AbstractModelOutput):
         preferred, margin = fields.pop(_PREFERRED, None), fields.pop(_MARGIN, None)
         output = self._difference(model_call, fields)
         # Of equal answers rounding would leave a direction, which counts as much as any in a cosine.
-        output = torch.where(_are_equal(fields, output), output.detach(), output)
+        output = torch.where(are_equal(fields, output), output.detach(), output)
         if margin is None:
             return output, 0.0, preferred
         margin, valid = real_column({_MARGIN: margin}, _MARGIN, output)
@@ -157,11 +156,11 @@ class RewardModelOutput(_PreferenceModelOutput):
     def _difference(self, model_call: ModelCall, fields: dict[str, Any]) -> Tensor:
         chosen, rejected = (
             one_column(
-                tensor_of(model_call(**prefixed(fields, side, _SIDES)), "logits"),
+                tensor_of(model_call(**prefixed(fields, side, SIDES)), "logits"),
                 "The model gave scores of shape",
                 hint=": one score per text (num_labels=1).",
             )
-            for side in _SIDES
+            for side in SIDES
         )
         return chosen - rejected
 
@@ -222,27 +221,12 @@ def reference_columns(
     return dict(zip(_REFERENCES, columns, strict=True))
 
 
-def _are_equal(fields: dict[str, Any], like: Tensor) -> Tensor:
-    """Return whether both answers of each row have the same columns, ``(B,)``: their difference has no gradient."""
-    equal = torch.ones_like(like, dtype=torch.bool)
-    for name in {name.removeprefix(side) for side in _SIDES for name in fields if name.startswith(side)}:
-        one, other = (fields.get(side + name) for side in _SIDES)
-        if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-            return torch.zeros_like(equal)
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return torch.zeros_like(equal)
-        same = one == other
-        # A tensor without axes is a setting that all rows share.
-        equal = equal & (same.reshape(len(equal), -1).all(1) if same.dim() else same)
-    return equal
-
-
 def _answers_log_probs(model_call: ModelCall, fields: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the summed log p of the labelled tokens of the chosen and of the rejected answers, each ``(B,)``."""
     fields = {name: value for name, value in fields.items() if name not in _REFERENCES}
     log_probs = []
-    for side in _SIDES:
-        inputs = prefixed(fields, side, _SIDES)
+    for side in SIDES:
+        inputs = prefixed(fields, side, SIDES)
         labels = labels_tensor(inputs.pop("labels"), "(B, T)", f"The column '{side}labels' is")
         logits, labels = aligned_tokens(model_call(**inputs), labels, shift=True, what=f"{side}labels")
         log_probs.append(label_terms(logits, labels)[0].sum(1))
