@@ -1204,6 +1204,16 @@ def test_a_tensor_of_the_model_that_changes_is_no_error_after_the_last_batch():
     run.computer.confirm()
 
 
+def test_an_array_that_the_pass_makes_a_tensor_of_is_read_anew():
+    array = np.ones(3, dtype=np.float32)
+    model, run = replaying(lambda: Net(factor=lambda s, x: torch.from_numpy(array).exp()))
+    passes = run.passes
+    for number, batch in enumerate(batches(5)):
+        array[:] = number / 10
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    assert run.passes < passes + 5
+
+
 def by_numpy(tensor, number):
     tensor.numpy()[:] = number
 

@@ -212,7 +212,9 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (number,) = step.reads
             if step.name.startswith("lift"):
                 self._lifted.add(number)
-                if number >= self._num_named and number in self._constants and self._roots[number] == number:
+                is_new = number >= self._num_named and number in self._constants
+                has_own_memory = self._roots[number] == number and tensors[0].untyped_storage().resizable()
+                if is_new and has_own_memory:
                     self._varies[number] = False  # Python has made it from numbers
             self._numbers[result] = number
             return result
