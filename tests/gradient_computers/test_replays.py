@@ -55,11 +55,12 @@ from trak_lite.types import OutputTerms
 NUM_BATCHES = 24
 TASK = resolve_task("image_classification")
 CALLS = contextvars.ContextVar("calls", default=0)
-READ_OUTSIDE = {"factor": 1.0, "calls": 0}
+READ_OUTSIDE = {"factor": 1.0, "calls": 0, **dict.fromkeys(range(64))}  # more than what is compared
 FACTOR, SETTINGS = 1.0, types.SimpleNamespace(factor=1.0)
 ARGUMENTS, REPLACED = argparse.Namespace(factor=1.0), types.SimpleNamespace(factor=1.0)
 OF_CONTEXT = contextvars.ContextVar("factor", default=1.0)
-ONES = np.ones(3, dtype=np.float32)
+ONES, WEIGHT = np.ones(3, dtype=np.float32), torch.ones(3)
+CONFIG = {"factor": 1.0, "weight": torch.ones(3)}
 POOL, THREAD = futures.ThreadPoolExecutor(1), threading.local()
 
 
@@ -945,7 +946,7 @@ class Scale:
 
 
 CALLED, METHOD, IMPORTED = Scale(), Scale(), types.ModuleType("imported_by_a_task")
-IMPORTED.FACTOR = 1.0
+IMPORTED.FACTOR, IMPORTED.weight = 1.0, torch.ones(3)
 sys.modules[IMPORTED.__name__] = IMPORTED
 
 
@@ -991,6 +992,10 @@ OUTSIDE = {
     "a part of the object of a method": (METHOD.method, own(METHOD.settings)),
     "a global": (lambda s, x: FACTOR, GLOBAL),
     "a class": (lambda s, x: Settings.factor, sets(Settings)),
+    "an entry of a dict": (
+        lambda s, x: CONFIG["factor"],
+        functools.partial(operator.setitem, CONFIG, "factor"),
+    ),
     "an object": (lambda s, x: SETTINGS.factor, sets(SETTINGS)),
     "the sign of a zero": (
         lambda s, x: 2.0 if math.copysign(1.0, ZERO.factor) < 0 else 1.0,
@@ -1045,7 +1050,7 @@ class Reads:
         return CRITERION(call(batch[0]))
 
 
-CRITERION = Criterion()
+CRITERION = IMPORTED.criterion = Criterion()
 
 
 def as_a_default(call, batch, criterion=CRITERION):
@@ -1060,6 +1065,43 @@ def of_a_closure(criterion):
     return lambda call, batch: criterion(call(batch[0]))
 
 
+class Called(Reads):
+    """A task that is called, and a class whose attributes are read."""
+
+    criterion = CRITERION
+    __slots__ = ("part",)
+
+    def __call__(self, call, batch):
+        return CRITERION(call(batch[0]))
+
+    @staticmethod
+    def method(logits):
+        return CRITERION(logits)
+
+
+class Holding:
+    def __init__(self):
+        self.parts = [CRITERION]
+
+    def loss(self, logits):
+        return self.compute(logits)
+
+    def compute(self, logits):
+        return self.parts[0](logits)
+
+
+class OfCriterion(AbstractModelOutput):
+    def evaluate(self, call, batch):
+        output = CRITERION(call(batch[0]))
+        return OutputTerms(output, torch.ones_like(output).detach(), torch.zeros_like(output).detach())
+
+
+def of_a_slot():
+    read = Called()
+    read.part = types.SimpleNamespace(loss=CRITERION)
+    return lambda call, batch: read.part.loss(call(batch[0]))
+
+
 TASKS_WITH_MODULES = {
     "a global": lambda call, batch: CRITERION(call(batch[0])),
     "a closure": of_a_closure(CRITERION),
@@ -1067,6 +1109,18 @@ TASKS_WITH_MODULES = {
     "a function": through_a_function,
     "a partial function": functools.partial(as_a_default, criterion=CRITERION),
     "a method": Reads().task,
+    "a list": (lambda held: lambda call, batch: held[1](call(batch[0])))([None, CRITERION]),
+    "a dict in a default": lambda call, batch, held={"loss": CRITERION}: held["loss"](call(batch[0])),
+    "an object": of_a_slot(),
+    "a method of an object": (lambda held: lambda call, batch: held.loss(call(batch[0])))(Holding()),
+    "a class": lambda call, batch: Called.criterion(call(batch[0])),
+    "a module": lambda call, batch: IMPORTED.criterion(call(batch[0])),
+    "a static method": lambda call, batch: Called.method(call(batch[0])),
+    "an object that is called": Called(),
+    "a cached function": (lambda read: lambda call, batch: read()(call(batch[0])))(
+        functools.cache(lambda: CRITERION)
+    ),
+    "a task that is a class": OfCriterion(),
 }
 CHANGES_OF_MODULES = {
     "mode": lambda module: module.train(not module.training),
@@ -1202,6 +1256,29 @@ def test_a_tensor_of_the_model_that_changes_is_no_error_after_the_last_batch():
     batch = next(batches(1))
     torch.testing.assert_close(run(batch)[0], reference(model, batch))
     run.computer.confirm()
+
+
+GIVEN = types.SimpleNamespace(weight=torch.ones(3), part=types.SimpleNamespace(weight=torch.ones(3)))
+GIVEN_IN_TURN = {
+    "a global": (lambda s, x: WEIGHT, functools.partial(operator.setitem, globals(), "WEIGHT")),
+    "an attribute": (lambda s, x: GIVEN.weight, sets(GIVEN, "weight")),
+    "a part": (lambda s, x: GIVEN.part.weight, sets(GIVEN.part, "weight")),
+    "a module": (lambda s, x: IMPORTED.weight, sets(IMPORTED, "weight")),
+    "an entry of a dict": (
+        lambda s, x: CONFIG["weight"],
+        functools.partial(operator.setitem, CONFIG, "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("read", "put"), GIVEN_IN_TURN.values(), ids=GIVEN_IN_TURN)
+def test_another_tensor_or_number_of_numpy_that_a_name_is_given_runs_the_pass(read, put):
+    model, run = replaying(lambda: Net(factor=read))
+    assert run.passes < 7
+    for number, batch in enumerate(batches(5), 2):
+        put(torch.full((3,), float(number)) if number % 2 else np.float32(number))
+        torch.testing.assert_close(run(batch)[0], reference(model, batch))
+    put(torch.ones(3))
 
 
 def test_an_array_that_the_pass_makes_a_tensor_of_is_read_anew():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dis
+import enum
 import functools
 import itertools
 import operator
@@ -12,12 +13,17 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
 NUMBERS: Final = bool, int, float, complex
 ABSENT: Final = ...
 _COMPARED: Final = frozenset({*NUMBERS, str, bytes, type(None), type(ABSENT), torch.dtype, torch.device})
 """Types of values outside the model that are compared before every replay."""
+_COMPARED_AS_OBJECTS: Final = torch.Tensor, np.ndarray, np.generic, enum.Enum
+"""Types of which replays expect the same object; they read the values of tensors anew."""
+MOST_READ: Final = 64
+"""Entries of a container that code reads by name, which are looked at."""
 _LOADING: Final = frozenset({"accelerate", "huggingface_hub", "safetensors"})
 """Packages that models name to load weights, and run in no pass."""
 _NOT_OF_USERS: Final = (sys.stdlib_module_names | {"torch", "numpy"}) - {"argparse"}
@@ -30,7 +36,7 @@ class Outside:
     def __init__(self) -> None:
         self._namespaces: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self._owners: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
-        """Globals and attributes whose attributes are read, with their names."""
+        """Tensors and the like, and globals and attributes whose attributes are read, with their names."""
         self._absent: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         """Where an object or a class may get an attribute in place of the one of its class or base class."""
         self._cells: list[types.CellType] = []
@@ -44,14 +50,18 @@ class Outside:
             return
         used = names_in(function.__code__)
         cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
-        held = [*(cell.cell_contents for cell in cells), *read, *(function.__defaults__ or ())]
+        held = [*(cell.cell_contents for cell in cells), *(function.__defaults__ or ())]
         held += (function.__kwdefaults__ or {}).values()
-        held += [sys.modules[name] for name in used if name in sys.modules]  # imported inside the function
+        scopes = [(function.__globals__, function.__globals__, globals_in(function.__code__))]
+        self._note_names(*scopes[0])
+        for one in (*held, *map(function.__globals__.get, scopes[0][2])):
+            if type(one) is dict and len(one) <= MOST_READ:
+                self._note_names(one, one, one)
+        # Also what is imported inside the function.
+        held += [*read, *(sys.modules[name] for name in used if name in sys.modules)]
         self._cells += [cell for cell in cells if type(cell.cell_contents) in _COMPARED]
         variables = [one for one in held if isinstance(one, contextvars.ContextVar)]
         self._variables += [one for one in variables if type(one.get(None)) in _COMPARED]
-        scopes = [(function.__globals__, function.__globals__, globals_in(function.__code__))]
-        self._note_names(*scopes[0])
         for one in held:
             if hasattr(one, "__dict__") and is_of_users(one):
                 self._note_owner(one, used)
@@ -72,6 +82,9 @@ class Outside:
             behind |= self._note_names(base, vars(base), used)
 
     def _note_names(self, holder: Any, namespace: Mapping[str, Any], used: Iterable[str]) -> set[str]:
+        found = [(name, namespace.get(name)) for name in used]
+        owners = [(name, one) for name, one in found if issubclass(type(one), _COMPARED_AS_OBJECTS)]
+        self._owners.update({(id(holder), name): (namespace, name, one) for name, one in owners})
         names = {name for name in used if type(namespace.get(name, self)) in _COMPARED}
         if names:
             self._namespaces.setdefault(id(holder), (namespace, set()))[1].update(names)
@@ -110,6 +123,18 @@ def _holders(owner: Any) -> Sequence[Any]:
         return [owner]
     bases = owner.__mro__ if isinstance(owner, type) else (owner, *type(owner).__mro__)
     return [base for base in bases if hasattr(base, "__dict__") and base is not object]
+
+
+def read_from(owner: Any, names: Sequence[str]) -> list[Any]:
+    """Return what an owner and its classes hold under names that code reads, or that methods with such names read."""
+    bases, waiting, held = _holders(owner), [*names, "__call__"], dict[str, Any]()
+    for name in waiting:  # which grows
+        for one in () if name in held else (vars(base)[name] for base in bases if name in vars(base)):
+            is_slot = isinstance(one, types.MemberDescriptorType) and not isinstance(owner, type)
+            held.setdefault(name, []).append(one.__get__(owner) if is_slot else one)
+            if isinstance(one, types.FunctionType) and not isinstance(owner, types.ModuleType):
+                waiting += names_in(one.__code__)
+    return [*itertools.chain.from_iterable(held.values())]
 
 
 @functools.cache

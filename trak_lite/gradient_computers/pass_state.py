@@ -9,6 +9,7 @@ import io
 import itertools
 import logging
 import random
+import sysconfig
 import types
 import weakref
 import zlib
@@ -24,12 +25,14 @@ from torch import Tensor, nn
 from trak_lite.core.fingerprint import functions_of
 from trak_lite.gradient_computers.outside import (
     ABSENT,
+    MOST_READ,
     NUMBERS,
     Outside,
     globals_in,
     is_of_users,
     names_in,
     package_of,
+    read_from,
 )
 from trak_lite.gradient_computers.tape import is_plain
 from trak_lite.modelout_functions import AbstractModelOutput
@@ -51,6 +54,8 @@ _MOST_ARRAY_BYTES: Final = 1 << 18
 _ATOMS = (*NUMBERS, str, bytes, type(None), type, types.ModuleType)
 _ATOM_TYPES: Final = frozenset(_ATOMS)
 _METHODS = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType  # also built-in functions
+_INSTALLED: Final = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_READ_AS_THEY_ARE: Final = _ATOM_TYPES - {type, types.ModuleType}
 _READ: Final = nn.Module, types.FunctionType, types.MethodType, functools.partial
 _GENERATORS: Final = random.Random, np.random.Generator, np.random.RandomState
 _UNSEEN_READS: Final = frozenset({"DisableTorchFunction", "_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
@@ -103,7 +108,7 @@ class _Contents:
     def add_all(self, task: object) -> bool:
         """Add the modules and the task; return whether all that may change could be added."""
         self._alive.append(task)
-        self.add_class(type(task))
+        self.add_class(type(task), with_code=True)
         self.add(task, _LEVELS + 2)
         return all(map(self._add_module, self.modules))  # which grow
 
@@ -131,8 +136,8 @@ class _Contents:
             self.places += (tensor.data_ptr(), tensor.requires_grad, hash(layout), hooks)
         return True
 
-    def add_class(self, cls: type) -> None:
-        """Add the attributes of a class and its bases that are of a user, methods above all."""
+    def add_class(self, cls: type, *, with_code: bool = False) -> None:
+        """Add the attributes of a class and its bases that are of a user, methods above all, and what these read."""
         if cls in self._classes:
             return
         self._classes.add(cls)
@@ -147,6 +152,8 @@ class _Contents:
                 for name, value in held.items():
                     if type(value) not in _MEMBER_TYPES and not name.startswith("__"):
                         self.add(value, _LEVELS)
+                    for function in functions_of(value) if with_code else ():
+                        self.add(function, _LEVELS)
 
     def add(self, value: Any, levels: int) -> None:
         """Add what a configuration, a dict, a list or an array holds."""
@@ -177,7 +184,8 @@ class _Contents:
         elif package_of(kind := type(value).__module__) == "torch" and "distributions" not in kind:
             return
         else:
-            contents = []
+            call = type(value).__call__
+            contents = [call] if isinstance(call, types.FunctionType) else []
             levels -= 1
         if type(value) not in _CONTAINERS:  # an object, or a container with attributes
             contents += _slots_of(value)
@@ -208,13 +216,31 @@ class _Contents:
 
 
 def _read_by(function: types.FunctionType) -> list[Any]:
-    """Return the modules and the functions that a function of a user reads by name, from a closure or as defaults."""
+    """Return the modules and the functions that a function of a user reads by name, as in ``parts[0](part.loss(x))``.
+
+    They may be globals, in a closure or defaults; entries of small containers of these; or attributes of these, if the
+    function reads one of that name.
+    """
     if not is_of_users(function) or package_of(function.__module__) in _NOT_OWN:
         return []
     held = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
     held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     scope = function.__globals__
     held += [scope[name] for name in globals_in(function.__code__) if name in scope]
+    if function.__code__.co_filename.startswith(_INSTALLED):
+        # Those of SciPy refer to hundreds of others.
+        return [one for one in held if isinstance(one, nn.Module)]
+    seen = dict[int, Any]()
+    for one in itertools.islice(held, _MOST_HELD):  # which grows
+        if type(one) in _READ_AS_THEY_ARE or issubclass(type(one), (Tensor, *_READ)) or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, dict | list | tuple):
+            held += itertools.islice(dict.values(one) if isinstance(one, dict) else iter(one), MOST_READ)
+        elif isinstance(one, staticmethod | classmethod | functools._lru_cache_wrapper):
+            held.append(one.__wrapped__)
+        if is_of_users(one):
+            held += read_from(one, names_in(function.__code__))
     return [one for one in held if issubclass(type(one), _READ)]
 
 
