@@ -403,7 +403,7 @@ class Attributor:
             UnsupportedModelError: If the model is sharded.
             StateError: If rows of this name are stored, and ``resume`` is false.
             ManifestMismatchError: If the store was made with other settings or data, or at the end has other rows of
-                the same weights.
+                the same weights, or the training changes what the task reads.
         """
         rows = self._run.rows(data, "the train data")
         capture = Capture(self._run, rows, name, optimizer, folder, resume=flag(resume=resume))

@@ -449,6 +449,25 @@ def test_a_batch_of_joined_texts_is_refused_by_what_joins_them(name):
             capture({"input_ids": ids}, [0, 1])
 
 
+@pytest.mark.parametrize("trained_from", [0, N // BATCH - 1])
+def test_a_loss_that_trains_with_the_model_is_refused_as_soon_as_it_has_changed(trained_from):
+    model, loss = Network(), nn.Linear(3, 2).double()
+    made = Attributor(model, lambda call, batch: loss(call(batch[0])).sum(1), "run.zarr", progress=False)
+    called = []
+    with (  # noqa: PT012
+        pytest.raises(
+            errors.ManifestMismatchError, match=r"values\.loss\..* by the training.*model\.loss = loss"
+        ),
+        made.capture(data(), "epoch-0") as capture,
+    ):
+        for rows in order():
+            called.append(rows)
+            capture([tensor[rows] for tensor in data().tensors], rows)
+            if len(called) > trained_from:
+                loss.weight.data += 0.1
+    assert len(called) == (2 if trained_from == 0 else N // BATCH)
+
+
 def test_mistakes_are_named():
     made, (x, y) = attributor(Network()), data().tensors
     few = (x[:4], y[:4])

@@ -56,6 +56,7 @@ from trak_lite.run.tables import (
 from trak_lite.store import TableSpec
 from trak_lite.store._base import NEEDED_UNTIL
 from trak_lite.store._names import check_name
+from trak_lite.store.manifest import differing_keys
 from trak_lite.types import Batch
 
 _MOST_KEPT_BYTES: Final = 1 << 26
@@ -100,6 +101,7 @@ class Capture:
         self._kept: list[tuple[RowNumbers, dict[str, NDArray[Any]]]] = []
         self._num_kept = 0
         self._marks = ColumnMarks()
+        self._num_batches = 0
         self._has_ended = False
         with run.workspace.opened(self._manifest) as workspace:
             if workspace.exists:
@@ -160,6 +162,9 @@ class Capture:
                 f"The rows {numbers.tolist()} were given for a batch of {batch_size(batch)} samples. Expected one "
                 "position in the train data per sample."
             )
+        self._num_batches += 1
+        if is_scheduled(self._num_batches):
+            self._refuse_other_task()
         if self._done[numbers].all():
             return
         first = np.sort(np.unique(numbers, return_index=True)[1])
@@ -232,6 +237,7 @@ class Capture:
 
     def finish(self) -> Checkpoint:
         """Write the rows, save the checkpoint to the folder, if one was given, and return it."""
+        self._refuse_other_task()
         model = self._run.model
         with in_eval_mode(model):  # as checkpoints are, when they are compared
             digest = weights_digest(model)
@@ -280,6 +286,16 @@ class Capture:
             )
         if reason:
             raise InvalidInputError(reason)
+
+    def _refuse_other_task(self) -> None:
+        """Raise if the training has changed what the task reads: the end would find a store of another task."""
+        then, now = (one.fingerprint["task"] for one in (self._manifest, self._run.settings.manifest(None)))
+        if changed := differing_keys({"task": then}, {"task": now}):
+            raise ManifestMismatchError(
+                f"What the task reads has changed since the capture {self.name!r} began ({changed[0][0]}), by the "
+                "training: the rows of a store are of one f. Let the model hold it, so that it belongs to the weights "
+                "of each checkpoint (model.loss = loss), or let f read a copy that stays as it is (copy.deepcopy)."
+            )
 
     @contextmanager
     def _passing(self) -> Iterator[None]:
