@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trak_lite import Attributor, Rows, verify
+from trak_lite.core import meeting
 from trak_lite.core import ranks as internals
 from trak_lite.core.ranks import Ranks, joined_ranks
 from trak_lite.errors import RankError
@@ -59,16 +61,11 @@ def answered(answers: Any, job: Callable[..., Any], *arguments: Any) -> None:
     answers.put(job(*arguments))
 
 
-at_the_end: list[Callable[[], Any]] = []
-"""What the end of this process would call."""
-
-
 def as_rank(
     answers: Any, rank: int, size: int, ports: tuple[int, int], job: Callable[..., Any], given: Sequence[Any]
 ) -> None:
     """Do a job as torchrun would have it done, and answer with what it returns or raises."""
     quick_process()
-    atexit.register = lambda call, *given: at_the_end.append(lambda: call(*given))
     if size > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "WORD_PORT": str(ports[1])}
@@ -301,13 +298,33 @@ def with_another_seed(path: str) -> None:
     attributor(path, seed=own_rank()).featurize(data(N), states(network(), 1))
 
 
-def scored_by_rank_0(path: str) -> None:
-    made = attributor(path)
-    made.featurize(data(N), states(network(), 1))
-    if own_rank() == 0:
-        made.score(data(M, 2))
-    for call in at_the_end:
+def ends(owner: int | None = None) -> None:
+    """Import the package as a script of this rank does, or as a process that ``owner`` started, and end."""
+    os.environ |= {} if owner is None else {"TRAK_LITE_RANK_PROCESS": str(owner)}
+    registered: list[Callable[[], Any]] = []
+    atexit.register = registered.append
+    importlib.reload(meeting)
+    for call in registered:
         call()
+
+
+def scored_by_rank_0(path: str, calls: int, own_group: bool) -> None:
+    """Make calls on both ranks, then end rank 1 and score on rank 0; an agent serves the store of the ranks."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if own_group:
+        dist.init_process_group("gloo", init_method=f"file://{path}-meeting", rank=own_rank(), world_size=2)
+    made = attributor(path)
+    for _ in range(calls):
+        made.featurize(data(N), states(network(), 1))
+    made.score(data(M, 2)) if own_rank() == 0 else ends()
+
+
+def starts_another_process(path: str) -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if own_rank() == 1:
+        ends(owner=os.getpid() + 1)
+        time.sleep(0.5)
+    attributor(path).featurize(data(N), states(network(), 1))
 
 
 def rank_0_comes_late_with_other_weights(path: str) -> None:

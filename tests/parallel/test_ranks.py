@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -237,13 +237,36 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_sum_is_missed() -> None:
     assert "lost the others during a sum over train rows" in message
 
 
-def test_a_rank_whose_script_has_ended_is_not_waited_for(path: str) -> None:
-    (waiting, reason), (ended, _) = on_ranks(2, cases.scored_by_rank_0, path)
+@pytest.fixture
+def agent() -> Iterator[int]:
+    """The port of the key-value store of an agent of torchrun."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
 
+
+@pytest.mark.parametrize(
+    ("calls", "own_group"),
+    [(1, False), (0, False), (0, True)],
+    ids=["after a call", "before any", "own group"],
+)
+def test_a_rank_whose_script_has_ended_is_not_waited_for(
+    path: str, agent: int, calls: int, own_group: bool
+) -> None:
+    ports = agent, free_port()
+    found = answers_of(2, cases.as_rank, 2, ports, cases.scored_by_rank_0, (path, calls, own_group))
+
+    (waiting, reason), (ended, _) = found
     assert (waiting, ended) == ("RankError", "done")
-    assert "make the call score 'targets' (" in reason
+    assert "Rank 0 of 2 waits for ranks 1 to make the call score 'targets' (" in reason
     assert "the scripts of ranks 1 have ended" in reason
     assert "Attributor(distributed=False)" in reason
+
+
+def test_the_end_of_a_process_that_a_rank_has_started_is_not_that_of_the_rank(path: str, agent: int) -> None:
+    found = answers_of(2, cases.as_rank, 2, (agent, free_port()), cases.starts_another_process, (path,))
+
+    assert [kind for kind, _ in found] == ["done"] * 2, found
 
 
 # ------------------------------------------------------------------------ how they talk
@@ -316,7 +339,7 @@ class Pending:
 def test_a_rank_without_an_answer_goes_on_with_rows_and_does_not_wait_for_sums(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: Any, said: str
 ) -> None:
-    for name, value in (("_PATIENCE", 0.1), ("_LOOK_EVERY", 0.01), ("_part_of", lambda name, store: store)):
+    for name, value in (("_PATIENCE", 0.1), ("_LOOK_EVERY", 0.01), ("part_of", lambda name, store: store)):
         monkeypatch.setattr(internals, name, value)
     store = lost()
     ranks = cases.ranks_of(store, 1, Pending())
@@ -366,7 +389,7 @@ def test_a_rank_that_is_waited_for_is_asked_for_and_at_last_given_up(monkeypatch
     monkeypatch.setattr(internals, "_LONGEST_WAIT", timedelta(seconds=1))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = cases.ranks_of(store, 0)
-    said = r"Rank 0 of 2 waits for others to make the call a call\. Every rank must"
+    said = r"Rank 0 of 2 waits for ranks 1 to make the call a call\. Every rank must"
 
     with pytest.warns(RuntimeWarning, match=said) as warned, pytest.raises(RankError, match=said):
         ranks.enter()

@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import io
 import logging
-import os
 import threading
 import time
 import warnings
@@ -24,7 +23,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -32,13 +30,14 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from trak_lite.core.meeting import ended_ranks, meeting_place, part_of
 from trak_lite.errors import RankError
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-_FAILED, _GONE = "failed", "gone"
+_FAILED = "failed"
 _PATIENCE = 30.0  # seconds until a waiting rank warns, and until a store that does not reply is given up
 _LOOK_EVERY = 0.2  # seconds
 _LONGEST_WAIT = timedelta(days=7)  # another rank may retrain models; one that is killed is noticed at once
@@ -142,7 +141,7 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Rank
     ``distributed=None`` joins the other ranks if the script was launched by torchrun, or has a process group, with more
     than one rank; ``False`` never does.
     """
-    meeting = None if distributed is False else _meeting_place()
+    meeting = None if distributed is False else meeting_place()
     if meeting is None:
         yield Ranks()
         return
@@ -160,57 +159,13 @@ def joined_ranks(call: str, *, distributed: bool | None = None) -> Iterator[Rank
         ranks.close()
 
 
-def num_ranks() -> int:
-    """Return the number of ranks of the distributed run that this process belongs to, without contacting them."""
-    if not dist.is_available():
-        return 1
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
-
-
-def _meeting_place() -> tuple[Any, int, int] | None:
-    """Return ``(key-value store of all ranks, rank, number of ranks)``, or ``None`` if there is only one rank."""
-    if num_ranks() == 1:
-        return None
-    if not dist.is_initialized():
-        return _launcher_store()
-    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # it is initialised
-    return _part_of("trak_lite", store), dist.get_rank(), dist.get_world_size()
-
-
-def _part_of(name: str, store: Any) -> Any:
-    """Return a view of a key-value store whose keys are prefixed with a name."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # public, but not listed
-
-
-@cache
-def _launcher_store() -> tuple[Any, int, int]:
-    """Return ``(store, rank, number of ranks)`` of the launcher. Cached, because rank 0 may serve the store."""
-    # A torchrun agent serves the store before it starts the ranks: if it cannot be reached, it has ended. If rank 0
-    # serves the store, it does so only when its script reaches this line, so wait longer.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    timeout = timedelta(seconds=_PATIENCE) if served else dist.default_pg_timeout
-    rendezvous = dist.rendezvous("env://", timeout=timeout)  # type: ignore[attr-defined]  # public, but not listed
-    store, rank, size = next(rendezvous)
-    store = _part_of(f"trak_lite/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    atexit.register(_record_end, store, rank)
-    return store, rank, size
-
-
-def _record_end(store: Any, rank: int) -> None:
-    """Record that the script of this rank has ended, so that other ranks do not wait for it."""
-    with contextlib.suppress(dist.DistError):  # the process that serves the store has ended as well
-        store.append(_GONE, f"{rank} ")
-
-
 @final
 class _TorchRanks(Ranks):
     def __init__(self, store: Any, rank: int, size: int, *, number: int, call: str = "a call") -> None:
         """Watch the call with this number; ``store`` is that of all calls."""
         self.rank, self.size = rank, size
         self._call = call
-        self._all_calls, self._store = store, _part_of(str(number), store)
+        self._store = part_of(str(number), store)
         self._group: Any = None
         self._work: Any = None
         """The pending operation of the group."""
@@ -227,11 +182,12 @@ class _TorchRanks(Ranks):
 
     def enter(self) -> None:
         """Wait for all ranks, connect to them, and compare the call."""
+        self._ask(lambda: self._store.set(f"arrived {self.rank}", ""))
         self._ask(lambda: self._store.add("arrived", 1))
         self._wait(lambda: self._ask(lambda: self._store.add("arrived", 0)) == self.size, self._miss)
         self._failure = self._ask(self._read_failure)
         self.watch()  # a rank that has arrived and failed does not connect
-        store = _part_of("group", self._store)
+        store = part_of("group", self._store)
         self._group = self._ask(lambda: self._connected(store))
         if isinstance(self._group, RuntimeError):
             raise self._stopped(
@@ -416,21 +372,33 @@ class _TorchRanks(Ranks):
 
     def _miss(self, waited: float) -> None:
         """Warn of a long wait for ranks that have not made this call; raise if they will not."""
-        calls = self._all_calls
-        gone = self._ask(lambda: calls.get(_GONE).decode() if calls.check([_GONE]) else "").split()
-        ended = f", and the scripts of ranks {', '.join(sorted(gone))} have ended" if gone else ""
-        text = f"Rank {self.rank} of {self.size} waits for others to make the call {self._call}{ended}. {_ADVICE}"
-        if gone or waited > _LONGEST_WAIT.total_seconds():
+        gone = self._ask(ended_ranks)
+        must_end = bool(gone) or waited > _LONGEST_WAIT.total_seconds()
+        if not (must_end or _PATIENCE < waited <= _PATIENCE + _LOOK_EVERY):  # once
+            return
+        missing = self._ask(self._missing)
+        ended = f", and the scripts of ranks {_listed(gone)} have ended" if gone else ""
+        text = (
+            f"Rank {self.rank} of {self.size} waits for ranks {_listed(missing)} to make the call "
+            f"{self._call}{ended}. {_ADVICE}"
+        )
+        if must_end:
             failure = self._ask(self._read_failure)  # of a rank that failed in this call before it ended
             raise self._stopped(failure) if failure else RankError(text)
-        if _PATIENCE < waited <= _PATIENCE + _LOOK_EVERY:  # once
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.size) if not self._store.check([f"arrived {rank}"])]
 
     def _stopped(self, reason: str) -> RankError:
         return RankError(
             f"{reason} Rank {self.rank} therefore stops. Finished rows are stored. Make the same call again to "
             "continue, with any number of ranks."
         )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _encoded(value: Any) -> bytes:

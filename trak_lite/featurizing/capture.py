@@ -26,7 +26,7 @@ from torch import Tensor
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.files import open_folder
 from trak_lite.core.folders import make_folders, whole_file
-from trak_lite.core.ranks import num_ranks
+from trak_lite.core.meeting import num_ranks
 from trak_lite.core.validate import row_numbers, writing
 from trak_lite.data.batches import batch_size, map_tensors, move_batch, take_rows
 from trak_lite.data.column_marks import ColumnMarks

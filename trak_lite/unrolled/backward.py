@@ -33,8 +33,8 @@ from torch.func import grad, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trak_lite.core.garbage import no_collection
+from trak_lite.core.meeting import num_ranks
 from trak_lite.core.progress import KeptProgress
-from trak_lite.core.ranks import num_ranks
 from trak_lite.data.batches import map_tensors, move_batch, rows_in_batches, take_rows, with_own_containers
 from trak_lite.data.datasets import Rows, spread_rows
 from trak_lite.errors import (
