@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import json
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor, Rows, verify
+from trak_lite import Attributor, Rows, cli, verify
 from trak_lite.core import meeting
 from trak_lite.core import ranks as internals
 from trak_lite.core.ranks import Ranks, joined_ranks
@@ -342,6 +343,40 @@ def rank_0_comes_late_with_other_weights(path: str) -> None:
 def only_on_rank_0(path: str) -> int | None:
     made = attributor(path, distributed=False)
     return made.featurize(data(N), states(network(), 1)).rows_written if own_rank() == 0 else None
+
+
+RECIPE = """
+import os
+import time
+from pathlib import Path
+from rank_cases import IMAGES, N, data, network
+
+def build_model():
+    return network()
+
+def train_data():
+    return data(N)
+
+def target_data():
+    return data(5, 2)
+
+def train(indices, seed):
+    Path(__file__).with_name(f"trained-by-{os.environ['RANK']}").touch()
+    time.sleep(0.3)
+    return network().state_dict()
+"""
+
+
+def run_of_command_line(path: str) -> int:
+    """Train a recipe, featurize and score. Return the exit status."""
+    folder = Path(path).parent
+    if own_rank() == 0:
+        (folder / "recipe.py").write_text(RECIPE)
+        config = {"recipe": "recipe.py", "path": path, "checkpoints": str(folder / "trained"), "task": IMAGES}
+        (folder / "run.yaml").write_text(json.dumps({**config, "proj_dim": 16, "score": {"name": "new"}}))
+        word().set("config", "")
+    word().wait(["config"])
+    return cli.main(["run", str(folder / "run.yaml")])
 
 
 def verified(path: str) -> dict[str, Any]:

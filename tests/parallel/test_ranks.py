@@ -130,6 +130,14 @@ def test_of_several_ranks_the_first_one_retrains_and_tells_the_others(path: str)
     assert own["num_subsets"] == 4
 
 
+def test_of_several_ranks_the_first_one_trains_the_recipe_of_a_command(path: str, tmp_path: Path) -> None:
+    found = on_ranks(2, cases.run_of_command_line, path)
+
+    assert found == [("done", 0)] * 2
+    assert [file.name for file in tmp_path.glob("trained-by-*")] == ["trained-by-0"]
+    assert check_store(path).findings == ()
+
+
 def test_of_several_ranks_the_first_one_drops_when_all_have_come(path: str) -> None:
     assert on_ranks(2, cases.dropped, path) == [("done", ["ckpt-0", "targets/test/ckpt-0"])] * 2
 

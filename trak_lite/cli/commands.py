@@ -140,11 +140,21 @@ class Job:
     def train(self) -> int:
         """Train if the recipe defines ``train`` and there is no checkpoint; return the number of checkpoints written.
 
-        The checkpoints are moved to their path after the training, so that an interrupted training leaves none there.
+        In a distributed run rank 0 trains, and the others wait.
         """
         folder = self.config.values["checkpoints"]
         train = self.recipe.bound("train")
-        if train is None or not isinstance(folder, str) or _has_entries(folder):
+        if train is None or not isinstance(folder, str):
+            return 0
+        with self.attributor._run.joined("train") as ranks:
+            return ranks.broadcast("the number of checkpoints", lambda: self._train_into(folder, train))
+
+    def _train_into(self, folder: str, train: Callable[..., Any]) -> int:
+        """Train if a folder has no entries; return the number of checkpoints written.
+
+        The checkpoints are moved to their path after the training, so that an interrupted training leaves none there.
+        """
+        if _has_entries(folder):
             return 0
         if "checkpoints" in self.config.recorded:
             raise CheckpointError(
