@@ -32,6 +32,8 @@ from trak_lite.core.version import __version__
 from trak_lite.data.batches import batch_size, move_batch, take_rows
 from trak_lite.data.datasets import HeldRows
 from trak_lite.errors import (
+    BusyError,
+    HeldHereError,
     InvalidInputError,
     ManifestMismatchError,
     StateError,
@@ -257,6 +259,7 @@ class TRAKer:
             ManifestMismatchError: If rows of this id were made with another state of the task (negatives).
             NonFiniteError: If f, q or a feature is NaN or infinite; names the rows.
             PrecisionError: If float16 cannot hold a row; names the rows.
+            BusyError: If another process, or another rank of torchrun, featurizes rows of the same id.
         """
         if self._train is None:
             # The message is the original's, because scripts match it.
@@ -540,7 +543,15 @@ class TRAKer:
         computed = passes.compute(waiting, part, int(cursor.waiting.sum()) / len(waiting) - 1)
         if keys is not None:
             computed = replace(computed, more={SAMPLE_KEYS: torch.from_numpy(keys[pending])})
-        HostRows(computed, table.spec).put(table.put)
+        try:
+            HostRows(computed, table.spec).put(table.put)
+        except HeldHereError:
+            raise
+        except BusyError as error:
+            raise BusyError(
+                f"{error} TRAKer does not divide the rows of {cursor.label} among processes or ranks of torchrun: give "
+                "each other model ids, or use Attributor, whose ranks share the rows."
+            ) from error
         cursor.waiting[waiting] = False
         if keys is not None:
             cursor.refuse_other_samples(table.table, rows, keys)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trak_lite import Attributor, Rows, cli, verify
+from trak_lite import Attributor, Rows, TRAKer, cli, verify
 from trak_lite.core import meeting
 from trak_lite.core import ranks as internals
 from trak_lite.core.ranks import Ranks, joined_ranks
@@ -392,6 +392,22 @@ def verified(path: str) -> dict[str, Any]:
     made.featurize(data(40), states(network(), 1))
     verdict = verify(made.score(data(M, 2), "test"), train, data(M, 2), budget=4, train_id="none")
     return verdict.to_json() | {"trained": len(trained)}
+
+
+def featurized_by_both(path: str) -> None:
+    """Featurize one model id of a TRAKer on both ranks: rank 1 begins when rank 0 holds rows."""
+    net = network()
+    made = TRAKer(net, IMAGES, N, save_dir=path, proj_dim=16, use_half_precision=False)
+    made.load_checkpoint(net.state_dict(), model_id=3)
+    if own_rank() == 1:
+        word().wait(["rank 0 holds rows"])
+    batch = tuple(tensor[:BATCH] for tensor in data(N).tensors)
+    try:
+        made.featurize(batch, num_samples=BATCH)
+        word().set("rank 0 holds rows", "")
+        word().wait(["rank 1 was refused"])
+    finally:
+        word().set("rank 1 was refused", "")
 
 
 # --- Jobs without a store --------------------------------------------------------------------------------

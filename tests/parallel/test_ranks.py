@@ -211,6 +211,16 @@ def test_ranks_with_other_data_or_settings_are_told_the_difference_before_any_wr
     assert not Path(path).exists()
 
 
+def test_ranks_do_not_share_a_model_id_of_traker_and_are_told(tmp_path: Path) -> None:
+    (held, _), (refused, message) = on_ranks(2, cases.featurized_by_both, str(tmp_path))
+
+    assert (held, refused) == ("done", "BusyError")
+    assert (
+        "the train data (model id 3) among processes or ranks of torchrun: give each other model" in message
+    )
+    assert "Attributor" in message
+
+
 OF_RANK_0, OF_RANK_1, OF_RANK_2 = (
     rf"Rank {rank} failed in .* \(LookupError: not there\)\. " for rank in range(3)
 )
