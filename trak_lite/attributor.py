@@ -538,9 +538,9 @@ class Attributor:
         weighing = (
             [chosen] if refine is None else [chosen, unprojected_scored_by(self._settings, refine.method)]
         )
-        with scoring_session(run, targets, name, weighing, source) as (target_set, train, result):
+        asked = {"dense": dense, "k": k, "recall": None if recall is None else float(recall)}
+        with scoring_session(run, targets, name, weighing, source, **asked) as (target_set, train, result):
             session, ranks = target_set.session, result.source.ranks
-            ranks.agree("scores to make (digest of rows, targets and settings)", result.digest())
             is_there = ranks.broadcast("whether they are there", lambda: dense and result.is_finished())
             finished = session.agreed(is_there)
             if not finished:

@@ -309,6 +309,14 @@ def ends(owner: int | None = None) -> None:
         call()
 
 
+def scores_differently(path: str, *of_ranks: dict[str, Any]) -> None:
+    """Score with the arguments of this rank; the targets are drawn by a seed."""
+    made, asked = attributor(path), of_ranks[own_rank()]
+    made.featurize(data(40), states(network(), 1))
+    more = {"checkpoints": states(network(), 1)} if "seed" in asked else {}
+    made.score(data(M, asked.pop("seed", 2)), "test", **asked, **more)
+
+
 def scored_by_rank_0(path: str, calls: int, own_group: bool) -> None:
     """Make calls on both ranks, then end rank 1 and score on rank 0; an agent serves the store of the ranks."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

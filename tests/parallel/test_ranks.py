@@ -221,6 +221,24 @@ def test_ranks_do_not_share_a_model_id_of_traker_and_are_told(tmp_path: Path) ->
     assert "Attributor" in message
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (({"seed": 2}, {"seed": 3}), r"targets\.tensors is '\w+' there, '\w+' here"),
+        (({"method": "TRAK"}, {"method": "TracIn"}), "method.name is 'TRAK' there, 'TracIn' here"),
+        (({"dense": False, "k": 3}, {"dense": False, "k": 4}), "k is 3 there, 4 here"),
+        (({"dense": True}, {"dense": False}), "dense is True there, False here"),
+    ],
+    ids=["targets", "method", "k", "dense"],
+)
+def test_ranks_that_score_otherwise_are_told_the_difference(path: str, asked: Any, said: str) -> None:
+    found = on_ranks(2, cases.scores_differently, path, *asked)
+
+    assert [kind for kind, _ in found] == ["RankError"] * 2, found
+    assert all(re.match(rf"Rank 1 differs from rank 0\. .*{said}", message) for _, message in found), found
+    assert "Rank 0 therefore stops. Finished rows are stored. Remove the cause and make the call" in found[0][1]
+
+
 OF_RANK_0, OF_RANK_1, OF_RANK_2 = (
     rf"Rank {rank} failed in .* \(LookupError: not there\)\. " for rank in range(3)
 )

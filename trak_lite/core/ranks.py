@@ -392,8 +392,8 @@ class _TorchRanks(Ranks):
 
     def _stopped(self, reason: str) -> RankError:
         return RankError(
-            f"{reason} Rank {self.rank} therefore stops. Finished rows are stored. Make the same call again to "
-            "continue, with any number of ranks."
+            f"{reason} Rank {self.rank} therefore stops. Finished rows are stored. Remove the cause and make the call "
+            "again to continue, with any number of ranks."
         )
 
 

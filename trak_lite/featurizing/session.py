@@ -181,8 +181,7 @@ class Run:
         train rows or some, a few stored rows of every loaded checkpoint are computed again and compared.
         """
         manifest, ranks = self.settings.manifest(dataset), ranks or Ranks()
-        if ranks.size > 1:
-            refuse_other_settings(manifest, ranks)
+        refuse_other_settings(manifest.fingerprint, ranks)
         try:
             with (
                 turn_of_thread(self.model),  # of which two would close each other's store

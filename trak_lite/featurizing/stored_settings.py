@@ -120,13 +120,15 @@ def refuse_other_model(model: nn.Module, parameters: Iterable[str], *, where: st
         )
 
 
-def refuse_other_settings(manifest: Manifest, ranks: Ranks) -> None:
-    """Raise :class:`RankError` on all ranks if one has other settings or data than rank 0; names what differs."""
-    of_rank_0 = ranks.broadcast("the settings", lambda: canonical_json(dict(manifest.fingerprint)))
+def refuse_other_settings(settings: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise :class:`RankError` on all ranks if one has other JSON values than rank 0; names what differs."""
+    if ranks.size == 1:
+        return
+    of_rank_0 = ranks.broadcast("the settings", lambda: canonical_json(dict(settings)))
     try:
         compare_fingerprints(
             json.loads(of_rank_0),
-            manifest.fingerprint,
+            settings,
             where="The call of rank 0",
             remedy="Pass the same model, settings and data to all ranks, which divide the rows by themselves.",
         )

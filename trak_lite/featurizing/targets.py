@@ -10,6 +10,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.featurizing.fits import MethodFits
 from trak_lite.featurizing.kronecker.curvature import PreconditionedProjector
 from trak_lite.featurizing.session import FeaturizingSession, TrainTables
+from trak_lite.featurizing.stored_settings import refuse_other_settings
 from trak_lite.methods import AbstractMethod
 from trak_lite.models.checkpoints import Checkpoint
 from trak_lite.run.tables import (
@@ -49,6 +50,8 @@ class TargetSet:
 
     def __post_init__(self) -> None:
         self.identity = self.session.run.target_identity(self.rows)
+        asked = {"targets": self.identity, "method": self.method.to_json()}
+        refuse_other_settings(asked, self.session.ranks)
         if self.method.inverse is not None:
             self.identity["curvature"] = MethodFits(self.session).kronecker_fits(self.method.inverse).record()
 

@@ -26,7 +26,7 @@ from trak_lite.data.datasets import Rows
 from trak_lite.errors import BusyError, InvalidInputError, ManifestMismatchError, StateError
 from trak_lite.featurizing.session import KnownSource, Run
 from trak_lite.featurizing.settings import AttributorSettings, row_widths
-from trak_lite.featurizing.stored_settings import StoredSettings
+from trak_lite.featurizing.stored_settings import StoredSettings, refuse_other_settings
 from trak_lite.featurizing.targets import TargetSet
 from trak_lite.methods import AbstractMethod
 from trak_lite.methods.base import MadeScores, MatrixParts
@@ -352,7 +352,7 @@ class ScoreResult:
         source share. Nothing is cached if the store is read-only. An index serves if a share of ``recall`` suffices.
         """
         source = self.source
-        name, key = tables.top_path(source.name), self.digest()
+        name, key = tables.top_path(source.name), digest_of(self._spec.fingerprint)
         rows = source.store.cached(name, key)
         enough = rows is not None and rows.shape[-1] >= min(k, source.num_rows)
         report: dict[str, Any] = {}
@@ -386,19 +386,20 @@ class ScoreResult:
         path = self._path if dense else None
         return _scores(run.workspace, run.settings, alone, run, path, shown=shown, ends=ends)
 
-    def digest(self) -> str:
-        """Return a digest of everything that the scores depend on."""
-        return digest_of(self._spec.fingerprint)
-
 
 @contextmanager
 def scoring_session(
-    run: Run, targets: Rows, name: str, methods: Sequence[AbstractMethod], checkpoints: KnownSource
+    run: Run,
+    targets: Rows,
+    name: str,
+    methods: Sequence[AbstractMethod],
+    checkpoints: KnownSource,
+    **asked: Any,
 ) -> Iterator[tuple[TargetSet, dict[str, AbstractRowTable], ScoreResult]]:
     """Open a session with all ranks: the targets, the complete train tables by weights digest, and the scores.
 
     Checkpoints that are given are loaded, and their missing target features are computed. The first of ``methods``
-    is that of the scores; all of them weigh the checkpoints.
+    is that of the scores; all of them weigh the checkpoints. ``asked`` are further JSON values, equal on all ranks.
     """
     method, held = methods[0], None if run.train is None else run.train.held
     with (
@@ -423,7 +424,9 @@ def scoring_session(
             device=run.settings.device,
             ranks=ranks,
         )
-        yield target_set, train, ScoreResult(source, run.settings.method, len(targets))
+        result = ScoreResult(source, run.settings.method, len(targets))
+        refuse_other_settings({**result._spec.fingerprint, **asked}, ranks)
+        yield target_set, train, result
 
 
 def matrix_scores(
