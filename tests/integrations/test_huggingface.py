@@ -107,7 +107,6 @@ def test_an_adapter_that_was_loaded_for_inference_is_attributed_like_the_trained
 TASKS = [
     (hub.bert, "text_classification"),
     (lambda: hub.bert(1), "regression"),
-    (lambda: hub.bert(2, problem_type="regression"), "regression"),
     (lambda: hub.bert(problem_type="multi_label_classification"), "multilabel_classification"),
     (hub.gpt2, "causal_language_modeling"),
     (hub.lora, "causal_language_modeling"),
@@ -118,17 +117,158 @@ TASKS = [
 
 def test_the_task_is_that_of_the_models_class_and_others_need_one(tmp_path):
     assert [huggingface.task_of(build()) for build, _ in TASKS] == [task for _, task in TASKS]
-    model = transformers.BertForTokenClassification(hub.bert().config)
-    rows = hub.texts(hub.gpt2()).map(lambda row: {"labels": [max(label, 0) % 3 for label in row["labels"]]})
-    trainer = hub.trainer_of(model, tmp_path, rows=rows)
-    with pytest.raises(InvalidInputError, match="task of the class BertForTokenClassification is unknown"):
+    model = transformers.BertForNextSentencePrediction(hub.bert().config)
+    rows = hub.texts(hub.bert())
+    trainer = hub.trainer_of(
+        model, tmp_path, rows=rows, collator=transformers.DataCollatorWithPadding(hub.tokenizer())
+    )
+    with pytest.raises(InvalidInputError, match="task of the class BertForNextSentencePrediction is unknown"):
         huggingface.attributor_from_trainer(trainer, None)
 
     def first_logit(call, batch):
-        return call(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0, 0]
+        return call(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
 
     attributor = huggingface.attributor_from_trainer(trainer, None, task=first_logit, proj_dim=8)
     assert attributor.featurize(rows).rows_written == len(rows)
+
+
+def encoder_decoder(kind, **settings):
+    names = (
+        "vocab_size",
+        "d_model",
+        "encoder_layers",
+        "decoder_layers",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+    )
+    sizes = dict(zip(names, (hub.VOCABULARY, 16, 1, 1, 2, 2), strict=True)) | {
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return getattr(transformers, kind)(transformers.BartConfig(**sizes, **tokens, **settings))
+
+
+def t5():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(
+        vocab_size=hub.VOCABULARY, **sizes, decoder_start_token_id=0, pad_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bert_for(kind):
+    return getattr(transformers, f"BertFor{kind}")(hub.bert().config)
+
+
+def vit():
+    sizes = {name: hub.SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = transformers.ViTConfig(**sizes, intermediate_size=24, image_size=8, patch_size=4, num_labels=3)
+    return transformers.ViTForImageClassification(config)
+
+
+def answers(ids, number):
+    return ids[::-1][: 3 + number % 2]
+
+
+def some_masked(ids, number):
+    return [token if place % 2 else -100 for place, token in enumerate(ids)]
+
+
+def tags(ids, number):
+    return [token % 3 for token in ids]
+
+
+def its_ids(ids, number):
+    return ids
+
+
+def pixels(labels):
+    drawn = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    return [{"pixel_values": image, "labels": labels(number)} for number, image in enumerate(drawn)]
+
+
+@pytest.mark.parametrize(
+    ("build", "rows", "task"),
+    [
+        pytest.param(t5, answers, "sequence_to_sequence", id="t5"),
+        pytest.param(
+            lambda: encoder_decoder("BartForConditionalGeneration"),
+            answers,
+            "sequence_to_sequence",
+            id="bart",
+        ),
+        pytest.param(
+            lambda: encoder_decoder("BartForCausalLM"), its_ids, "causal_language_modeling", id="no-shift"
+        ),
+        pytest.param(lambda: bert_for("MaskedLM"), some_masked, "masked_language_modeling", id="masked"),
+        pytest.param(lambda: bert_for("TokenClassification"), tags, "dense_classification", id="tokens"),
+        pytest.param(
+            lambda: hub.bert(2, problem_type="regression"),
+            lambda ids, number: [number, 1.0],
+            "regression",
+            id="vector",
+        ),
+        pytest.param(
+            vit, pixels(lambda number: torch.tensor(number % 3)), "text_classification", id="images"
+        ),
+    ],
+)
+def test_rows_have_the_gradient_of_the_loss_of_the_models_class(build, rows, task, tmp_path):
+    """Up to a positive factor: the number of labels, by which transformers divides, and q."""
+    model = hub.made(build).double()
+    collator = transformers.default_data_collator
+    if callable(rows):
+        kind = "WithPadding" if task == "regression" else "ForTokenClassification"
+        collator = getattr(transformers, f"DataCollator{kind}")(hub.tokenizer())
+        rows = [
+            {"input_ids": row["input_ids"], "labels": rows(row["input_ids"], number)}
+            for number, row in enumerate(hub.texts(model))
+        ]
+    trainer = hub.trainer_of(model, tmp_path, rows=rows, collator=collator)
+    settings = {**vars(model.config)}
+    attributor = huggingface.attributor_from_trainer(trainer, tmp_path / "a.zarr", **EXACT)
+    assert (attributor.task.name, vars(model.config)) == (task, settings)
+    attributor.featurize(rows)
+    model.eval()
+    expected = [hub.gradients_of(-model(**collator([dict(row)])).loss, model) for row in rows]
+    expected = np.stack([torch.cat(list(gradients.values())).numpy() for gradients in expected])
+    found = hub.stored_rows(tmp_path / "a.zarr")
+    found, expected = (all_of / np.linalg.norm(all_of, axis=1, keepdims=True) for all_of in (found, expected))
+    assert hub.relative_error(found, expected) < 1e-6
+
+
+def test_floats_are_several_labels_and_random_masks_are_named(tmp_path):
+    rows = [{"input_ids": row["input_ids"], "labels": [1.0, 0.0, 1.0]} for row in hub.texts(hub.bert())]
+    collator = transformers.DataCollatorWithPadding(hub.tokenizer())
+    trainer = hub.trainer_of(hub.made(hub.bert), tmp_path, rows=rows, collator=collator)
+    attributor = huggingface.attributor_from_trainer(trainer, None, proj_dim=8)
+    assert (attributor.task.name, trainer.model.config.problem_type) == ("multilabel_classification", None)
+    collator = transformers.DataCollatorForLanguageModeling(hub.tokenizer(mask_token="w1"))
+    rows = [{"input_ids": row["input_ids"]} for row in rows]
+    trainer = hub.trainer_of(bert_for("MaskedLM"), tmp_path, rows=rows, collator=collator)
+    with pytest.raises(InvalidInputError, match=r"twice gave different batches.* mask once beforehand"):
+        huggingface.attributor_from_trainer(trainer, None)
+
+
+@pytest.mark.parametrize("build", [hub.gpt2, hub.bert])
+def test_a_loss_that_a_models_class_adds_to_is_noticed(build, tmp_path):
+    """A z-loss, or weights of the classes: of the third row only, whose class is the last."""
+    model = hub.made(build)
+    plain = model.forward
+
+    @wraps(plain)
+    def forward(*args, **kwargs):
+        answer = plain(*args, **kwargs)
+        if "labels" in kwargs:
+            answer.loss = answer.loss * (1 + (kwargs["labels"].max() >= 2))
+        return answer
+
+    model.forward = forward
+    trainer = hub.trainer_of(model, tmp_path)
+    with pytest.raises(InvalidInputError, match=r"Row \d of .* has the loss .* of the task '(text|causal)_"):
+        huggingface.attributor_from_trainer(trainer, None)
+    huggingface.attributor_from_trainer(trainer, None, huggingface.task_of(model))
 
 
 def left():

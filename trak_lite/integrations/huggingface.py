@@ -18,7 +18,8 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trak_lite.attributor import Attributor
 from trak_lite.core.devices import undisturbed
@@ -29,18 +30,23 @@ from trak_lite.data.packed import Documents
 from trak_lite.errors import InvalidInputError
 from trak_lite.integrations._training import SavedFeatures, refuse_other_model
 from trak_lite.integrations.trl import DocumentCollator, trl_class, trl_collate, trl_task, warn_of_balance
-from trak_lite.modelout_functions import ModelCall, require_separate_documents
-from trak_lite.modelout_functions._base import Task
-from trak_lite.models.borrowing import borrow_model
+from trak_lite.modelout_functions import (
+    CausalLanguageModelingModelOutput,
+    DenseClassificationModelOutput,
+    ModelCall,
+    RegressionModelOutput,
+    require_separate_documents,
+    resolve_task,
+)
+from trak_lite.modelout_functions._base import AbstractModelOutput, Task, evaluating
+from trak_lite.modelout_functions._inputs import split_labels
+from trak_lite.models.borrowing import borrow_model, model_device
 from trak_lite.models.checkpoints import Checkpoint, weights_inside
 from trak_lite.store import RemotePlace
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from transformers.utils import is_peft_available
 except ModuleNotFoundError:
@@ -51,6 +57,8 @@ __all__ = ["FeaturizeCallback", "attributor_from_trainer", "task_of"]
 
 _NUM_PROBES = 32
 """Number of first rows of a dataset, of which the shortest and the longest are tried together and alone."""
+_NUM_LOSSES = 8
+"""Number of evenly spaced rows whose losses are compared with those of the task of the model's class."""
 
 
 @final
@@ -113,8 +121,8 @@ def attributor_from_trainer(
     Args:
         trainer: A ``transformers.Trainer`` with a train dataset.
         path: As for :class:`~trak_lite.Attributor`.
-        task: ``None`` uses the task of a TRL trainer, or that of the model's class: single- or multi-label sequence
-            classification, regression, or causal language modeling.
+        task: ``None`` uses the task of a TRL trainer, or that of the model's class (:func:`task_of`), if the losses of
+            up to eight rows are those that the model computes.
         rows: The train rows; ``None`` uses ``trainer.train_dataset``. DPO without precomputed reference needs
             :func:`~trak_lite.integrations.trl.preference_rows`, GRPO
             :func:`~trak_lite.integrations.trl.recorded_rollouts`, and SFT with packing
@@ -148,10 +156,14 @@ def attributor_from_trainer(
         task = trl_task(trainer, kind, data)
     elif task is None:
         _refuse_other_loss(trainer)
-        task = task_of(trainer.model)
+    with undisturbed():
+        pair, batches = _two_rows(probed)
+    if task is None:
+        task = _task_of_loss(trainer.model, probed)
     attributor = Attributor(trainer.model, task, path, **arguments)
     with undisturbed(), borrow_model(attributor.model, attributor.device):
-        _refuse_unstable(attributor, probed, alone=arguments["batch_size"] == 1)
+        if arguments["batch_size"] != 1:
+            _refuse_dependent(attributor, probed, pair, batches)
         if isinstance(arguments["collate"], DocumentCollator):
             some = range(min(len(probed), max(2, trainer.args.per_device_train_batch_size)))
             joined = trainer.data_collator([probed.dataset[row] for row in some])
@@ -179,11 +191,15 @@ def _refuse_other_loss(trainer: Trainer) -> None:
         warn_of_balance(type(trainer).__name__, weight)
 
 
-def task_of(model: nn.Module) -> str:
-    """Return the task for the class and the ``problem_type`` of a Hugging Face model.
+def task_of(model: nn.Module, labels: Tensor | None = None) -> str | AbstractModelOutput:
+    """Return the task for the class and the configuration of a Hugging Face model.
+
+    These are single- or multi-label classification and regression (of texts, images, audio and video), multiple choice,
+    token classification, semantic segmentation, and language modeling: causal, masked or of an encoder-decoder.
 
     Args:
         model: A ``transformers.PreTrainedModel``, alone or in a ``peft.PeftModel``.
+        labels: Those of a batch. Without a ``problem_type``, transformers takes floats for several labels at once.
 
     Raises:
         InvalidInputError: If there is no task for the class.
@@ -194,24 +210,103 @@ def task_of(model: nn.Module) -> str:
 
         base = model.get_base_model() if isinstance(model, PeftModel) else model
     names = {cls.__name__ for cls in type(base).__mro__}
-    if names & set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()):
-        kind = base.config.problem_type
-        if kind == "multi_label_classification":
+
+    def is_for(*kinds: str) -> bool:
+        mappings = (getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds)
+        return any(not names.isdisjoint(mapping.values()) for mapping in mappings)
+
+    if is_for(*(f"{kind}_CLASSIFICATION" for kind in ("SEQUENCE", "IMAGE", "AUDIO", "VIDEO"))):
+        kind, single = base.config.problem_type, base.config.num_labels == 1
+        is_real = labels is not None and labels.is_floating_point()
+        if kind == "multi_label_classification" or (kind is None and is_real and not single):
             return "multilabel_classification"
         # Without a problem_type, transformers also treats a single label as regression.
-        single = kind is None and base.config.num_labels == 1
-        return "regression" if kind == "regression" or single else "text_classification"
-    if names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        return "causal_language_modeling"
+        if kind == "regression" or (kind is None and single):
+            return "regression" if single else RegressionModelOutput(output="neg_squared_error")
+        return "text_classification"
+    if is_for("MULTIPLE_CHOICE"):
+        return "text_classification"
+    if is_for("TOKEN_CLASSIFICATION"):
+        return DenseClassificationModelOutput(class_axis=-1)
+    if is_for("SEMANTIC_SEGMENTATION"):
+        ignored = base.config.semantic_loss_ignore_index
+        return DenseClassificationModelOutput(ignore_index=ignored, upsample=True)
+    if is_for("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT"):
+        of_two_parts = getattr(base.config, "is_encoder_decoder", False)
+        return "sequence_to_sequence" if of_two_parts else "causal_language_modeling"
+    if is_for("MASKED_LM"):
+        return "masked_language_modeling"
     raise InvalidInputError(
-        f"The task of the class {type(base).__name__} is unknown. Expected a model for sequence classification or "
-        "causal language modelling. Pass task=..., a name or a function "
+        f"The task of the class {type(base).__name__} is unknown. Expected a model for classification, multiple "
+        "choice, semantic segmentation or language modelling. Pass task=..., a name or a function "
         "f(model_call, batch) -> (B,)."
     )
 
 
-def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None:
-    """Raise if one of two rows is random, or depends on the other unless all batches have one row (``alone``)."""
+def _task_of_loss(model: nn.Module, rows: Rows) -> AbstractModelOutput:
+    """Return the task of a model's class whose loss is that of the model for each of some rows, alone.
+
+    Raises:
+        InvalidInputError: If there is none.
+    """
+    some = np.unique(np.linspace(0, len(rows) - 1, _NUM_LOSSES).astype(np.int64))
+    tasks: list[AbstractModelOutput] = []
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "problem_type", None)
+    with undisturbed(), evaluating(model):
+        for (row,), batch in rows.batches(some[:, None]):
+            batch = move_batch(batch, model_device(model))
+            if not tasks:
+                tasks = [resolve_task(task_of(model, batch.get("labels")))]
+                if tasks[0].name == "causal_language_modeling":
+                    # The decoders of encoder-decoders (BartForCausalLM), XLM and XLNet predict labels[t] at t.
+                    tasks.append(CausalLanguageModelingModelOutput(shift=False))
+            answer = model(**batch)
+            config.problem_type = kind  # transformers sets it
+            named = isinstance(answer, Mapping)
+            loss = float(answer["loss"] if named else answer[0])
+            if math.isnan(loss):  # a row without labels
+                continue
+            if named and answer.get("aux_loss") is not None:
+                loss -= float(getattr(config, "router_aux_loss_coef", 0) * answer["aux_loss"])
+            expected = [_mean_loss(task, model, batch) for task in tasks]
+            # Both are of the same logits; transformers computes losses in float32 or in the dtype of the model.
+            tolerance = max(1e-4, 4 * _epsilon(model)) * (1 + abs(loss))
+            same = [
+                task
+                for task, of_task in zip(tasks, expected, strict=True)
+                if abs(of_task - loss) <= tolerance
+            ]
+            if not same:
+                raise InvalidInputError(
+                    f"Row {row} of {rows.what} has the loss {loss:.6g} of the {type(model).__name__}, and "
+                    f"{expected[0]:.6g} of the task {tasks[0].name!r} of its class: the model was not trained on the "
+                    "loss of this task. Pass task=..., a name or a function f(model_call, batch) -> (B,)."
+                )
+            tasks = same
+    return tasks[0]
+
+
+def _mean_loss(task: AbstractModelOutput, model: nn.Module, batch: Any) -> float:
+    """Return the loss of a task for a batch of one row as transformers computes it: the mean over its labels."""
+    exact = task.log_likelihood() or task
+    if task.name == "regression":
+        exact = RegressionModelOutput(output="neg_squared_error")  # half of the squared error
+    f = exact.evaluate(ModelCall(model), batch).output
+    labels = split_labels(batch).labels.flatten()[int(getattr(task, "shift", False)) :]
+    count = (labels != getattr(task, "ignore_index", math.nan)).sum()
+    total = F.logsigmoid(f) if exact.has_curvature else f * (2 if task.name == "regression" else 1)
+    return -float(total / count)
+
+
+def _epsilon(model: nn.Module) -> float:
+    """Return the largest rounding error of the dtypes of a model's parameters."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _two_rows(rows: Rows) -> tuple[list[int], list[Any]]:
+    """Return a short and a long row, and the batches of both and of each alone; raise if these are random."""
     by_length = sorted(range(min(_NUM_PROBES, len(rows))), key=lambda row: _length(rows.dataset[row]))
     pair = list(dict.fromkeys([by_length[0], by_length[-1]]))  # one row if both are the same
     plan = (np.asarray(part, dtype=np.int64) for part in (pair, pair, *([row] for row in pair)))
@@ -228,17 +323,18 @@ def _refuse_unstable(attributor: Attributor, rows: Rows, *, alone: bool) -> None
             "entry per sample, in order: use a collator that pads, such as collate=trak_lite.pad_documents, not one "
             "that packs or flattens."
         )
-    if alone:
-        return
+    return pair, [batch, *single]
+
+
+def _refuse_dependent(attributor: Attributor, rows: Rows, pair: list[int], batches: list[Any]) -> None:
+    """Raise if f of one of two rows (:func:`_two_rows`) depends on the other."""
     attributor.task.prepare(attributor.model)
     call = ModelCall(attributor.model)
     with torch.no_grad():
         together, *apart = (
-            attributor.task.evaluate(call, move_batch(part, attributor.device)).output
-            for part in (batch, *single)
+            attributor.task.evaluate(call, move_batch(part, attributor.device)).output for part in batches
         )
-    dtypes = {p.dtype for p in attributor.model.parameters() if p.is_floating_point()} or {torch.float32}
-    tolerance = math.sqrt(max(torch.finfo(dtype).eps for dtype in dtypes))
+    tolerance = math.sqrt(_epsilon(attributor.model))
     for row, beside, separate in zip(pair, together.tolist(), torch.cat(apart).tolist(), strict=True):
         if abs(beside - separate) > tolerance * (1 + abs(separate)):
             raise InvalidInputError(
