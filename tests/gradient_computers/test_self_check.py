@@ -628,6 +628,10 @@ def test_a_model_that_draws_is_compared_with_the_same_numbers_which_leaves_those
 DRAWING = {
     "dropout": lambda s, x: s.b(nn.functional.dropout(s.a(x).tanh(), 0.5)),
     "randint": lambda s, x: s.b(s.a(x) + s.a(x)[:, torch.randint(4, (2,))].mean(1, keepdim=True)),
+    "rand": lambda s, x: s.b(
+        s.a(x).tanh() * (1 + 2e-4 * torch.rand(4))
+    ),  # less than rounding may be in float32
+    "randperm": lambda s, x: s.b(x.tanh() + 2e-4 * s.a(x)[:, torch.randperm(4)]),
 }
 
 

@@ -249,8 +249,8 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
         if not is_random:
             return
         drawn = stack.enter_context(_Draws(computer.model))
-        values = torch.stack([outputs_of(computer, parts, seed) for seed in range(4)])
-    if differ(values):
+        is_changed = _changes_with_draws(computer, parts)
+    if is_changed:
         raise UnsupportedModelError(
             f"{type(computer.model).__name__}, or its task, draws random numbers in eval mode "
             f"({', '.join(drawn.names)}), and f of the same sample changes with them, so its gradient is not defined. "
@@ -258,6 +258,27 @@ def refuse_random(computer: CheckedComputer, batch: Batch) -> None:
             "drawn by a constant, or, where f needs noise (diffusion, a VAE), draw it from a seed in the row, as the "
             "task 'diffusion' does, or make it a column of the row."
         )
+
+
+def _changes_with_draws(computer: CheckedComputer, parts: Sequence[Batch]) -> bool:
+    """Whether f of some samples changes with what the model draws, by more than rounding."""
+
+    def values(parts: Sequence[Batch]) -> Tensor:
+        return torch.stack([outputs_of(computer, parts, seed) for seed in range(4)])
+
+    found = values(parts)
+    if differ(found) or not differ(found, 64 * torch.finfo(found.dtype).eps):
+        return differ(found)
+    # A small change may be all that a part of the model does: its gradient is then random, and is not rounding.
+    if not fits_in_float64(computer.model):
+        return False
+    try:
+        with in_float64(computer.model), SeenDtypes() as mode:
+            found = values([map_tensors(widened, part) for part in parts])
+    except (torch.OutOfMemoryError, *MODEL_FAILURES) as error:
+        refuse_machine_failure(error)
+        return False
+    return found.dtype == torch.float64 and differ(found, 1e-5 if mode.dtypes - {torch.float64} else 1e-6)
 
 
 def parameter_sizes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
