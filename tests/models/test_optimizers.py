@@ -98,6 +98,26 @@ def test_a_dict_or_file_with_model_and_optimizer(make, tmp_path, check):
     check(net, optimizer, ["epoch 1"], lambda _: content)
 
 
+def test_a_loader_that_trains_the_model_gives_weights_and_state_of_one_training(load):
+    """It draws its batches at random, so that a second call would train another model."""
+    net, _, content = with_optimizer()
+    own, made = copy.deepcopy(net), []
+
+    def trained(_):
+        for p in net.parameters():
+            p.data.add_(torch.randn_like(p))
+        state = copy.deepcopy(content["optimizer"])
+        for key, p in enumerate(net.parameters()):
+            state["state"][key]["exp_avg_sq"] = p.detach().square()
+        made.append(copy.deepcopy({"model": net.state_dict(), "optimizer": state}))
+        return {"model": net.state_dict(), "optimizer": state}
+
+    _, found = load(net, [1, 2], trained, normalize="adam")
+    _, expected = load(own, list(made), None, normalize="adam")
+    assert len(made) == 2
+    np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-5)
+
+
 def test_a_loader_that_changes_the_model_is_asked_for_the_state_and_not_for_other_weights(load):
     net, _, content = with_optimizer()
     trained = dict(net.named_parameters())

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias, final
 
 import torch
@@ -345,6 +345,8 @@ class FeaturizingSession:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         if self._loaded is not None:
             self._refuse_untouched(checkpoint, self._loaded)
+        if checkpoint.has_loader and checkpoint.load and self.settings.normalization.reads_optimizer:
+            checkpoint = replace(checkpoint, load=cache(checkpoint.load))  # another call may train once more
         self._borrowed.load(checkpoint)
         self._loaded, self._adam = checkpoint, None
         self.settings.task.prepare(self.model)
@@ -435,8 +437,6 @@ class FeaturizingSession:
         if normalization.reads_optimizer and self._loaded is not None and self._adam is None:
             settings = self.settings
             self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
-            if self._loaded.has_loader:
-                self._borrowed.load(self._loaded)  # the loader may have set weights of the model once more
         return self._adam if normalization.reads_optimizer else None
 
     def computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
