@@ -294,7 +294,8 @@ class Attributor:
                 ``"optimizer"``), a path to a file or folder, or an iterable of these. Using 4 to 10 checkpoints of one
                 run is the cheapest way to better scores.
             checkpoint_loader: Turns an item of ``checkpoints`` of any other type into a state dict. The model has its
-                own weights whenever it is called, also after it has loaded others into the model.
+                own weights whenever it is called, also after it has loaded others into the model. A training that goes
+                on from one checkpoint to the next is a generator.
             append: Accept data with more rows than the store. If the data begins with the stored rows, according to
                 the digest or the name of ``Rows``, the remaining rows are appended. All checkpoints of the store must
                 then be featurized with the longer data before the next scoring.

@@ -210,6 +210,10 @@ def test_a_mean_of_weights_and_its_model_take_checkpoints_of_each_other(load):
     # The number of steps is no weight, but a buffer: what was loaded before is not kept.
     steps = averaged | {"n_averaged": torch.tensor(9)}
     assert load(mean, [steps, filled(2.0), averaged])[0].rows_found == 1
+    # A buffer of this name in another model is one that passes may read.
+    model.register_buffer("n_averaged", torch.tensor(2.0))
+    with pytest.raises(CheckpointError, match=r"missing: \['n_averaged'\]"):
+        load(model, filled(3.0))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from trak_lite.core.devices import undisturbed
 from trak_lite.core.eval_caches import in_modes, own_modes, set_modes
@@ -44,7 +45,7 @@ from trak_lite.models.memory import is_same, may_overlap
 from trak_lite.models.sharded import class_of, is_sharded, of_all_ranks, reshard, shard_like
 
 _COUNT = "n_averaged"
-"""Of ``torch.optim.swa_utils.AveragedModel``: the steps in its mean, which no pass reads."""
+"""Of ``AveragedModel``: the steps in its mean, which no pass reads."""
 
 
 def load_into(
@@ -243,7 +244,7 @@ def _load_state(
         if (isinstance(value, Tensor) or name.endswith(EXTRA_STATE) or name in held)
         and (name != _COUNT or name in held)
     }
-    if _COUNT in held:
+    if isinstance(model, AveragedModel):
         entries.setdefault(_COUNT, base[_COUNT])
     loaded = {id(value) for name, value in held.items() if name in entries and isinstance(value, Tensor)}
     # A file may have a tied tensor under another of its names.
