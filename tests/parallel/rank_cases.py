@@ -309,6 +309,15 @@ def ends(owner: int | None = None) -> None:
         call()
 
 
+def featurized_with_ddp(path: str, computer: str) -> tuple[int, bool, bool]:
+    """Featurize a model with buffers that DDP wraps: 100 rows are no equal number of batches for two ranks."""
+    dist.init_process_group("gloo", init_method=f"file://{path}-meeting", rank=own_rank(), world_size=2)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    rows = attributor(path, wrapped, gradient_computer=computer).featurize(data(100)).rows_written
+    return rows, wrapped.require_forward_param_sync, wrapped.require_backward_grad_sync
+
+
 def scores_differently(path: str, *of_ranks: dict[str, Any]) -> None:
     """Score with the arguments of this rank; the targets are drawn by a seed."""
     made, asked = attributor(path), of_ranks[own_rank()]

@@ -117,6 +117,14 @@ def test_a_process_group_of_the_script_is_used_and_left_to_it(path: str, alone: 
     np.testing.assert_array_equal(contents(path)["ckpt-0/features"], expected["ckpt-0/features"])
 
 
+@pytest.mark.parametrize("computer", ["auto", "hook", "iterative"])
+def test_ranks_with_a_model_in_ddp_do_not_wait_for_each_others_passes(path: str, computer: str) -> None:
+    found = on_ranks(2, cases.featurized_with_ddp, path, computer)
+
+    assert [(kind, *syncs) for kind, (_, *syncs) in found] == [("done", True, True)] * 2, found
+    assert sum(rows for _, (rows, *_) in found) == 100
+
+
 def test_one_rank_may_work_alone_if_it_says_so(path: str) -> None:
     assert on_ranks(2, cases.only_on_rank_0, path) == [("done", N), ("done", None)]
 
@@ -236,7 +244,9 @@ def test_ranks_that_score_otherwise_are_told_the_difference(path: str, asked: An
 
     assert [kind for kind, _ in found] == ["RankError"] * 2, found
     assert all(re.match(rf"Rank 1 differs from rank 0\. .*{said}", message) for _, message in found), found
-    assert "Rank 0 therefore stops. Finished rows are stored. Remove the cause and make the call" in found[0][1]
+    assert (
+        "Rank 0 therefore stops. Finished rows are stored. Remove the cause and make the call" in found[0][1]
+    )
 
 
 OF_RANK_0, OF_RANK_1, OF_RANK_2 = (

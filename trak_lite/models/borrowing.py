@@ -217,6 +217,10 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
                 "other arguments than torch's another name. Pass the module that was exported in place of one of "
                 "torch.export, whose mode is fixed."
             ) from error
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                # Its passes would broadcast buffers, and wait for ranks that compute other rows.
+                module.require_forward_param_sync = module.require_backward_grad_sync = False
         # After to() and eval(), which set attributes of their own.
         put_back = attributes_kept(model.modules())
         borrowed = BorrowedModel(model, own, modes, put_back, [])
