@@ -39,9 +39,8 @@ _TARGETS, _REVIEWED = 24, 25
 _LISTED_VALUES: Final = 100
 """Columns with more values are filtered by a text field."""
 _SHOWN: Final = ("all", "unmarked", *MARKS)
-_QUIET: Final = 0.5
-"""Seconds without a request before a step of the preparation."""
-_PAUSE: Final = 0.02
+_QUIET, _PAUSE = 0.5, 0.02
+"""Seconds without a request before a step of the preparation, and between two looks."""
 _OVERTAKING: Final = 16
 """Calls that may go before one with a long computation that waits longer."""
 _SIGNS: Final[tuple[Literal["helpful", "harmful"], ...]] = ("helpful", "harmful")
