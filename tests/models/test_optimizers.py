@@ -1,6 +1,8 @@
 """States of Adam by parameter: found wherever trainings save them, and matched with the right parameters."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from tiny_runs import adam_scale
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import TensorDataset
 
-from trak_lite import named_optimizer_state
+from trak_lite import Attributor, named_optimizer_state
 from trak_lite.errors import CheckpointError, InvalidInputError, ManifestMismatchError
 
 AdamW = torch.optim.AdamW
@@ -116,6 +119,26 @@ def test_a_loader_that_trains_the_model_gives_weights_and_state_of_one_training(
     _, expected = load(own, list(made), None, normalize="adam")
     assert len(made) == 2
     np.testing.assert_allclose(np.stack(found), np.stack(expected), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_loader_returns_is_freed_before_it_is_called_again(stored, tmp_path):
+    net, _, content = with_optimizer()
+    given, alive, data = [], [], TensorDataset(torch.ones(4, 3).double())
+
+    def loader(number):
+        gc.collect()
+        alive.append(sum(tensor() is not None for tensor in given))
+        made = copy.deepcopy(content)
+        for value in made["model"].values():
+            value.add_(number)
+        given.extend(map(weakref.ref, made["model"].values()))
+        return made
+
+    for _ in range(1 + stored):
+        made = Attributor(net, total, tmp_path / "a.zarr", normalize="adam", proj_dim=4)
+        made.featurize(data, checkpoints=[1, 2, 3], checkpoint_loader=loader)
+    assert alive == [0] * 3 * (1 + stored)
 
 
 def test_a_loader_that_changes_the_model_is_asked_for_the_state_and_not_for_other_weights(load):

@@ -215,6 +215,7 @@ class FeaturizingSession:
         self._computer: AbstractGradientComputer | None = None
         """Of the loaded checkpoint. Its plans and self-checks hold for train rows and targets alike."""
         self._loaded: Checkpoint | None = None
+        self._source: Checkpoint | None = None
         self._digest, self._versions = "", dict[str, int | None]()
         self._adam: AdamStates | None = None
 
@@ -345,10 +346,11 @@ class FeaturizingSession:
         """Load a checkpoint, let the task prepare for it, and return the digest of its weights."""
         if self._loaded is not None:
             self._refuse_untouched(checkpoint, self._loaded)
+        self._source, source = None, checkpoint  # frees what the loader returned for the last one
         if checkpoint.has_loader and checkpoint.load and self.settings.normalization.reads_optimizer:
-            checkpoint = replace(checkpoint, load=cache(checkpoint.load))  # another call may train once more
-        self._borrowed.load(checkpoint)
-        self._loaded, self._adam = checkpoint, None
+            source = replace(checkpoint, load=cache(checkpoint.load))  # another call may train once more
+        self._borrowed.load(source)
+        self._loaded, self._source, self._adam = checkpoint, source, None
         self.settings.task.prepare(self.model)
         self._digest, self._versions = weights_digest(self.model), parameter_versions(self.model)
         computer, held = self._computer, self.run.computers
@@ -434,9 +436,9 @@ class FeaturizingSession:
 
     def adam_states(self, normalization: Normalization) -> AdamStates | None:
         """Return the states of Adam that were saved with the loaded checkpoint, if the normalisation needs them."""
-        if normalization.reads_optimizer and self._loaded is not None and self._adam is None:
-            settings = self.settings
-            self._adam = adam_states(self.model, settings.parameters, self._loaded, settings.device)
+        if normalization.reads_optimizer and self._source is not None:
+            self._adam = adam_states(self.model, self.settings.parameters, self._source, self.settings.device)
+            self._source = None
         return self._adam if normalization.reads_optimizer else None
 
     def computer_for(self, what: str, batch: Batch, rows: RowNumbers) -> AbstractGradientComputer:
