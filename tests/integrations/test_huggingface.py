@@ -238,6 +238,24 @@ def test_rows_have_the_gradient_of_the_loss_of_the_models_class(build, rows, tas
     assert hub.relative_error(found, expected) < 1e-6
 
 
+def test_labels_are_not_shifted_for_a_model_that_predicts_nothing_yet(tmp_path):
+    """In bfloat16, its losses with and without a shift of the labels are the same up to rounding."""
+    model = hub.made(lambda: encoder_decoder("BartForCausalLM"))
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 50)
+    trainer = hub.trainer_of(model.bfloat16(), tmp_path, collator=transformers.default_data_collator)
+    trainer.train_dataset = [{"input_ids": ids, "labels": ids} for ids in torch.arange(3, 33).split(10)]
+    assert not huggingface.attributor_from_trainer(trainer, None).task.shift
+
+
+@pytest.mark.parametrize("build", [hub.gpt2, hub.bert])
+def test_rows_without_labels_are_named(build, tmp_path):
+    rows = [{"input_ids": row["input_ids"]} for row in hub.texts(hub.made(build))]
+    collator = transformers.DataCollatorWithPadding(hub.tokenizer())
+    trainer = hub.trainer_of(hub.made(build), tmp_path, rows=rows, collator=collator)
+    with pytest.raises(InvalidInputError, match=r"exactly one of \['labels', 'label'\]"):
+        huggingface.attributor_from_trainer(trainer, None)
+
+
 def test_floats_are_several_labels_and_random_masks_are_named(tmp_path):
     rows = [{"input_ids": row["input_ids"], "labels": [1.0, 0.0, 1.0]} for row in hub.texts(hub.bert())]
     collator = transformers.DataCollatorWithPadding(hub.tokenizer())

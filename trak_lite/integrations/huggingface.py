@@ -250,41 +250,45 @@ def _task_of_loss(model: nn.Module, rows: Rows) -> AbstractModelOutput:
         InvalidInputError: If there is none.
     """
     some = np.unique(np.linspace(0, len(rows) - 1, _NUM_LOSSES).astype(np.int64))
-    tasks: list[AbstractModelOutput] = []
+    task: AbstractModelOutput | None = None
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "problem_type", None)
     with undisturbed(), evaluating(model):
         for (row,), batch in rows.batches(some[:, None]):
             batch = move_batch(batch, model_device(model))
-            if not tasks:
-                tasks = [resolve_task(task_of(model, batch.get("labels")))]
-                if tasks[0].name == "causal_language_modeling":
-                    # The decoders of encoder-decoders (BartForCausalLM), XLM and XLNet predict labels[t] at t.
-                    tasks.append(CausalLanguageModelingModelOutput(shift=False))
+            if task is None:
+                task = resolve_task(task_of(model, batch.get("labels")))
+                labels = split_labels(batch).labels  # a model without labels returns no loss
+                if task.name == "causal_language_modeling":
+                    # The decoders of encoder-decoders (BartForCausalLM), XLM and XLNet predict labels[t] at t. Then
+                    # the first label has a loss; others shift it away, and the mean over no labels is NaN.
+                    first = torch.full_like(labels, -100)
+                    first[:, 0] = 0
+                    loss = _loss_of(model(**{**batch, "labels": first}))
+                    task = CausalLanguageModelingModelOutput(shift=math.isnan(loss))
             answer = model(**batch)
             config.problem_type = kind  # transformers sets it
-            named = isinstance(answer, Mapping)
-            loss = float(answer["loss"] if named else answer[0])
+            loss = _loss_of(answer)
             if math.isnan(loss):  # a row without labels
                 continue
-            if named and answer.get("aux_loss") is not None:
+            if isinstance(answer, Mapping) and answer.get("aux_loss") is not None:
                 loss -= float(getattr(config, "router_aux_loss_coef", 0) * answer["aux_loss"])
-            expected = [_mean_loss(task, model, batch) for task in tasks]
+            expected = _mean_loss(task, model, batch)
             # Both are of the same logits; transformers computes losses in float32 or in the dtype of the model.
             tolerance = max(1e-4, 4 * _epsilon(model)) * (1 + abs(loss))
-            same = [
-                task
-                for task, of_task in zip(tasks, expected, strict=True)
-                if abs(of_task - loss) <= tolerance
-            ]
-            if not same:
+            if not abs(expected - loss) <= tolerance:  # also if it is NaN
                 raise InvalidInputError(
                     f"Row {row} of {rows.what} has the loss {loss:.6g} of the {type(model).__name__}, and "
-                    f"{expected[0]:.6g} of the task {tasks[0].name!r} of its class: the model was not trained on the "
+                    f"{expected:.6g} of the task {task.name!r} of its class: the model was not trained on the "
                     "loss of this task. Pass task=..., a name or a function f(model_call, batch) -> (B,)."
                 )
-            tasks = same
-    return tasks[0]
+    assert task is not None, "no rows"
+    return task
+
+
+def _loss_of(answer: Any) -> float:
+    """Return the loss in what a model of transformers returns for a batch with labels."""
+    return float(answer["loss"] if isinstance(answer, Mapping) else answer[0])
 
 
 def _mean_loss(task: AbstractModelOutput, model: nn.Module, batch: Any) -> float:
