@@ -266,8 +266,10 @@ def _task_of_loss(model: nn.Module, rows: Rows) -> AbstractModelOutput:
                     first[:, 0] = 0
                     loss = _loss_of(model(**{**batch, "labels": first}))
                     task = CausalLanguageModelingModelOutput(shift=math.isnan(loss))
-            answer = model(**batch)
-            config.problem_type = kind  # transformers sets it
+            try:
+                answer = model(**batch)
+            finally:
+                config.problem_type = kind  # transformers sets it
             loss = _loss_of(answer)
             if math.isnan(loss):  # a row without labels
                 continue
