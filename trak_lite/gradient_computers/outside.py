@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dis
 import enum
@@ -131,7 +132,9 @@ def read_from(owner: Any, names: Sequence[str]) -> list[Any]:
     for name in waiting:  # which grows
         for one in () if name in held else (vars(base)[name] for base in bases if name in vars(base)):
             is_slot = isinstance(one, types.MemberDescriptorType) and not isinstance(owner, type)
-            held.setdefault(name, []).append(one.__get__(owner) if is_slot else one)
+            held.setdefault(name, [])
+            with contextlib.suppress(AttributeError):  # a slot that is not set
+                held[name].append(one.__get__(owner) if is_slot else one)
             if isinstance(one, types.FunctionType) and not isinstance(owner, types.ModuleType):
                 waiting += names_in(one.__code__)
     return [*itertools.chain.from_iterable(held.values())]

@@ -57,6 +57,7 @@ _METHODS = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType  #
 _INSTALLED: Final = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _READ_AS_THEY_ARE: Final = _ATOM_TYPES - {type, types.ModuleType}
 _READ: Final = nn.Module, types.FunctionType, types.MethodType, functools.partial
+_ENTRIES: Final[Mapping[type, Any]] = {dict: dict.values, list: list.__iter__, tuple: tuple.__iter__}
 _GENERATORS: Final = random.Random, np.random.Generator, np.random.RandomState
 _UNSEEN_READS: Final = frozenset({"DisableTorchFunction", "_to_dlpack", "_to_dlpack_versioned", "to_dlpack"})
 """Functions that read values, and that a mode of torch does not see, and what turns the mode off."""
@@ -235,9 +236,11 @@ def _read_by(function: types.FunctionType) -> list[Any]:
         if type(one) in _READ_AS_THEY_ARE or issubclass(type(one), (Tensor, *_READ)) or id(one) in seen:
             continue
         seen[id(one)] = one
-        if isinstance(one, dict | list | tuple):
-            held += itertools.islice(dict.values(one) if isinstance(one, dict) else iter(one), MOST_READ)
-        elif isinstance(one, staticmethod | classmethod | functools._lru_cache_wrapper):
+        # By the type: proxies give another class, and subclasses may have methods that fail or load.
+        for kind, entries in _ENTRIES.items():
+            if issubclass(type(one), kind):
+                held += itertools.islice(entries(one), MOST_READ)
+        if isinstance(one, staticmethod | classmethod | functools._lru_cache_wrapper):
             held.append(one.__wrapped__)
         if is_of_users(one):
             held += read_from(one, names_in(function.__code__))
