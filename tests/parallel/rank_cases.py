@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -315,7 +315,27 @@ def featurized_with_ddp(path: str, computer: str) -> tuple[int, bool, bool]:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     wrapped = nn.parallel.DistributedDataParallel(net)
     rows = attributor(path, wrapped, gradient_computer=computer).featurize(data(100)).rows_written
-    return rows, wrapped.require_forward_param_sync, wrapped.require_backward_grad_sync
+    return rows, wrapped.will_sync_module_buffers(), wrapped.require_backward_grad_sync
+
+
+def trained_with_ddp(path: str) -> int:
+    """Featurize the checkpoints of a generator that trains a model in DDP."""
+    dist.init_process_group("gloo", init_method=f"file://{path}-meeting", rank=own_rank(), world_size=2)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    inputs, labels = data(100).tensors
+
+    def training() -> Iterator[dict[str, Tensor]]:
+        for start in (0, 50):
+            wrapped.train()
+            for own in (slice(first + own_rank(), first + 20, 2) for first in (start, start + 20)):
+                wrapped.zero_grad()
+                nn.functional.cross_entropy(wrapped(inputs[own]), labels[own]).backward()
+                torch.optim.SGD(wrapped.parameters(), 0.1).step()
+            wrapped(inputs[:8])  # all ranks have the buffers of rank 0 before it
+            yield {name: value.clone() for name, value in wrapped.state_dict().items()}
+
+    return attributor(path, wrapped).featurize(data(100), training()).rows_written
 
 
 def scores_differently(path: str, *of_ranks: dict[str, Any]) -> None:

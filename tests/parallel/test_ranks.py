@@ -125,6 +125,13 @@ def test_ranks_with_a_model_in_ddp_do_not_wait_for_each_others_passes(path: str,
     assert sum(rows for _, (rows, *_) in found) == 100
 
 
+def test_a_generator_may_train_a_model_in_ddp(path: str) -> None:
+    found = on_ranks(2, cases.trained_with_ddp, path)
+
+    assert [kind for kind, _ in found] == ["done"] * 2, found
+    assert sum(rows for _, rows in found) == 200
+
+
 def test_one_rank_may_work_alone_if_it_says_so(path: str) -> None:
     assert on_ranks(2, cases.only_on_rank_0, path) == [("done", N), ("done", None)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -205,6 +206,7 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
     own = {**saved, **more_entries(model)}
     modes = own_modes(model)
     put_back_buffers = buffers_kept(model.modules())
+    wrapped = [one for one in model.modules() if isinstance(one, nn.parallel.DistributedDataParallel)]
     restore = _modules_kept(model)
     try:
         if not sharded:
@@ -217,10 +219,9 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
                 "other arguments than torch's another name. Pass the module that was exported in place of one of "
                 "torch.export, whose mode is fixed."
             ) from error
-        for module in model.modules():
-            if isinstance(module, nn.parallel.DistributedDataParallel):
-                # Its passes would broadcast buffers, and wait for ranks that compute other rows.
-                module.require_forward_param_sync = module.require_backward_grad_sync = False
+        for module in wrapped:
+            # Passes would broadcast buffers, and wait for ranks that compute other rows. A generator may train.
+            vars(module)["will_sync_module_buffers"] = functools.partial(_syncs_buffers, module)
         # After to() and eval(), which set attributes of their own.
         put_back = attributes_kept(model.modules())
         borrowed = BorrowedModel(model, own, modes, put_back, [])
@@ -241,6 +242,8 @@ def _borrowed(model: nn.Module, device: torch.device) -> Iterator[BorrowedModel]
         put_back_buffers()
         put_values(model, own)
         drop_eval_caches(model.modules())  # computed from a checkpoint's weights
+        for module in wrapped:
+            vars(module).pop("will_sync_module_buffers", None)
         if not all(modes.values()):
             put_values(model, own)  # a change of the mode and back may round them
         restore()
@@ -273,6 +276,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             for tensor, value in values:
                 tensor.data.copy_(value)  # a graph of the training may hold it: no new version
             restore()
+
+
+def _syncs_buffers(module: nn.parallel.DistributedDataParallel) -> bool:
+    return module.training and bool(type(module).will_sync_module_buffers(module))  # type: ignore[no-untyped-call]
 
 
 def _modules_kept(model: nn.Module) -> Callable[[], None]:
