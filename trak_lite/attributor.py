@@ -331,7 +331,7 @@ class Attributor:
             self._run.joined(call) as ranks,
             self._run.session(rows.identity(), appended_to=appended_to, ranks=ranks) as session,
         ):
-            if labelled:
+            if labelled and ranks.size > 1:
                 ranks.agree("columns (digest of their values)", digest(labelled))
             work = TrainWork(session)
             checkpoint_iter = iterate_checkpoints(checkpoints, checkpoint_loader)

@@ -42,7 +42,8 @@ def part_of(name: str, store: Any) -> Any:
 def ended_ranks() -> list[int]:
     """Return the ranks whose scripts have ended, as far as they could record it in the launcher's store."""
     # A process group of the script may have other ranks than the launcher.
-    if num_ranks() != _launched_ranks() or (dist.is_initialized() and not _is_served()):
+    launched = _launched_ranks()
+    if launched == 1 or num_ranks() != launched or (dist.is_initialized() and not _is_served()):
         return []
     store, _, _ = _launcher_store()
     return sorted({*map(int, store.get(_GONE).split())}) if store.check([_GONE]) else []

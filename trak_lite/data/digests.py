@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
+from datetime import date, timedelta
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from trak_lite.core.fingerprint import tensor_bytes
 from trak_lite.data.batches import is_sparse
 from trak_lite.errors import InvalidInputError
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), date, timedelta)
 """Types hashed by class and repr."""
 
 

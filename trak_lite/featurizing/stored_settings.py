@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -11,7 +10,7 @@ from typing import Any, Final, Self, final
 import torch
 from torch import nn
 
-from trak_lite.core.json_text import canonical_json
+from trak_lite.core.json_text import canonical_json, parse_json
 from trak_lite.core.normalization import Normalization
 from trak_lite.core.ranks import Ranks
 from trak_lite.errors import CorruptStoreError, InvalidInputError, ManifestMismatchError, RankError
@@ -127,7 +126,7 @@ def refuse_other_settings(settings: Mapping[str, Any], ranks: Ranks) -> None:
     of_rank_0 = ranks.broadcast("the settings", lambda: canonical_json(dict(settings)))
     try:
         compare_fingerprints(
-            json.loads(of_rank_0),
+            parse_json(of_rank_0.encode("utf-8", "surrogatepass"), finite=False),
             settings,
             where="The call of rank 0",
             remedy="Pass the same model, settings and data to all ranks, which divide the rows by themselves.",
